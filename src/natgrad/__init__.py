@@ -1,0 +1,26 @@
+"""natgrad: distributed K-FAC for PyTorch.
+
+Two lines make a training loop second-order::
+
+    kfac = natgrad.KFAC(model, damping=1e-3)
+    kfac.attach(optimizer)  # or call kfac.step() before optimizer.step()
+
+The way of the data, one package a stage: ``capture`` finds where each parameter is used, ``statistics`` turns
+activations and derivatives into sums over rows,
+``blocks`` keeps the running averages, ``solve`` decomposes them, ``precondition`` replaces the gradients.
+
+Vocabulary
+    use         one product, convolution or look-up with a weight in one forward pass
+    rows        a use's (activation, derivative) pairs: one a case, place or token
+    factor      the mean of a aᵀ (input side) or g gᵀ (output side) over rows
+    block       the Fisher block of a weight and its bias: scale · input factor ⊗ output factor
+    scale       rows per loss term, R / N
+    side        the solved form of a factor: eigenbasis or inverse
+    stack       several equal matrices handled as one: groups of a convolution, layers of one shape
+"""
+
+from natgrad.errors import NatgradWarning
+from natgrad.kfac import KFAC
+
+__version__ = "0.1.0"
+__all__ = ["KFAC", "NatgradWarning", "__version__"]

@@ -1,0 +1,1 @@
+"""Fisher blocks: running averages of factors, one block per weight (or slice) and its bias."""

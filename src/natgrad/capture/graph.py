@@ -1,0 +1,176 @@
+"""The autograd graph of one forward pass, and where it uses each parameter.
+
+Walking from the outputs' `grad_fn` to every `AccumulateGrad` and back up through layout-only nodes (T, View, Split,
+ToCopy, ...) finds the node that consumes
+a parameter, whatever module, function or einsum made it (Ba et al. 2017, Appendix B).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+Attributes = Any  # a node's `_saved_*` attributes are made in C++ and unknown to type checkers
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A node that takes a producer's output: its argument number `argument`, from the producer's output number
+    `output`.
+    """
+
+    node: Node
+    argument: int
+    output: int
+
+
+class Graph:
+    """The nodes reachable from some outputs, with their consumers."""
+
+    def __init__(self, roots: Iterable[Tensor]) -> None:
+        self.consumers: dict[Node, list[Consumer]] = {}
+        self.leaves: dict[int, Node] = {}
+        stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+        for node in stack:
+            self.consumers.setdefault(node, [])
+        stack = list(self.consumers)
+        self.roots = frozenset(stack)
+        while stack:
+            node = stack.pop()
+            for argument, (producer, output) in enumerate(node.next_functions):
+                if producer is None:
+                    continue
+                if producer not in self.consumers:
+                    self.consumers[producer] = []
+                    stack.append(producer)
+                    if kind(producer) == "AccumulateGrad":
+                        self.leaves[id(_attributes(producer).variable)] = producer
+                self.consumers[producer].append(Consumer(node, argument, output))
+
+    def __contains__(self, node_kind: str) -> bool:
+        return any(kind(node) == node_kind for node in self.consumers)
+
+    def only_consumer(self, node: Node) -> Consumer | None:
+        """The consumer of a node's output where there is exactly one and the output is not the model's own."""
+        consumers = self.consumers[node]
+        return consumers[0] if len(consumers) == 1 and node not in self.roots else None
+
+    def uses_of(self, parameter: Tensor) -> Iterator[tuple[Consumer, Tensor | None]]:
+        """Each node that computes with a parameter, and the view of the parameter that it sees.
+
+        The view is a meta tensor whose strides and offset count a contiguous parameter; None where the layout nodes
+        in between are not a plain view.
+        """
+        leaf = self.leaves.get(id(parameter))
+        if leaf is None:
+            return
+        start: Tensor | None = torch.empty(parameter.shape, device="meta")
+        pending: list[tuple[Node, list[Tensor | None]]] = [(leaf, [start])]
+        while pending:
+            producer, views = pending.pop()
+            for consumer in self.consumers[producer]:
+                view = views[consumer.output] if consumer.output < len(views) else None
+                if kind(consumer.node) in _VIEWS:
+                    pending.append((consumer.node, view_through(consumer.node, view)))
+                else:
+                    yield consumer, view
+
+
+def kind(node: Node) -> str:
+    """A node's class without the number of its overload: ``AddmmBackward0`` → ``Addmm``."""
+    name = type(node).__name__
+    return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:
+    """The shape of a node's forward output."""
+    return tuple(_attributes(node)._input_metadata[output].shape)
+
+
+def saved(node: Node, name: str) -> Any:
+    """What autograd saved for backward under a name."""
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_integer(node: Node, name: str) -> int:
+    """A saved integer; negative ones come back from C++ as unsigned."""
+    return _signed(saved(node, name))
+
+
+def has_unpack_hook(node: Node, name: str) -> bool:
+    """Whether a saved tensor is packed away (checkpointing, offloading), so that reading it costs something."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return raw is None or getattr(raw, "unpack_hook", raw) is not None
+
+
+def _attributes(node: Node) -> Attributes:
+    return node
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value > sys.maxsize else value
+
+
+def view_through(node: Node, view: Tensor | None) -> list[Tensor | None]:
+    """What a layout-only node makes of a view of a parameter, one entry per output; None where it is no longer a
+    view.
+    """
+    outputs: list[Tensor | None] = [None] * len(_attributes(node)._input_metadata)
+    if view is None:
+        return outputs
+    try:
+        made = _VIEWS[kind(node)](node, view)
+    except (RuntimeError, IndexError):
+        return outputs
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def _slice(node: Node, view: Tensor) -> Tensor:
+    index = [slice(None)] * view.dim()
+    bounds = (saved_integer(node, "start"), saved_integer(node, "end"), saved_integer(node, "step"))
+    index[saved_integer(node, "dim")] = slice(*bounds)
+    return view[tuple(index)]
+
+
+def _reshape(node: Node, view: Tensor) -> Tensor:
+    return view.view(output_shape(node))
+
+
+def _same(node: Node, view: Tensor) -> Tensor:
+    return view
+
+
+def _split(node: Node, view: Tensor) -> Any:
+    return view.split(saved_integer(node, "split_size"), saved_integer(node, "dim"))
+
+
+def _split_with_sizes(node: Node, view: Tensor) -> Any:
+    return view.split(list(saved(node, "split_sizes")), saved_integer(node, "dim"))
+
+
+_VIEWS = {
+    "T": lambda node, view: view.t(),
+    "Transpose": lambda node, view: view.transpose(saved_integer(node, "dim0"), saved_integer(node, "dim1")),
+    "Permute": lambda node, view: view.permute([_signed(axis) for axis in saved(node, "dims")]),
+    "Expand": lambda node, view: view.expand(output_shape(node)),
+    "View": _reshape,
+    "UnsafeView": _reshape,
+    "ReshapeAlias": _reshape,
+    "Unsqueeze": _reshape,
+    "Squeeze": _reshape,
+    "Slice": _slice,
+    "Select": lambda node, view: view.select(saved_integer(node, "dim"), saved_integer(node, "index")),
+    "Split": _split,
+    "UnsafeSplit": _split,
+    "SplitWithSizes": _split_with_sizes,
+    "Unbind": lambda node, view: view.unbind(saved_integer(node, "dim")),
+    "ToCopy": _same,
+    "Clone": _same,
+    "Alias": _same,
+}

@@ -1,0 +1,109 @@
+"""Arming a model: one forward hook, in place only on steps that take statistics."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch._dynamo
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.capture.eager import ForceEager
+
+Observer = Callable[[Any], None]
+_MARK = "natgrad"
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The user's module inside DDP, DataParallel, torch.compile and checkpoint wrappers."""
+    while True:
+        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what torch.compile and checkpoint wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+class _ForwardHook:
+    """Passes a model's output on. Copies and pickles of an armed model carry a hook that does nothing."""
+
+    def __init__(self, model: nn.Module | None = None, observer: Observer | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._observer = observer
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._observer is not None and self._model is not None and self._model() is module:
+            self._observer(output)
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()
+
+
+class Watch:
+    """Whether the next passes are observed, and every hook that this needs.
+
+    `owner` is held weakly: dropped, it takes its hooks and its claim on eager execution with it.
+    """
+
+    def __init__(self, model: nn.Module, owner: object, observe: Callable[[Any, Any], None]) -> None:
+        self._model = innermost(model)
+        reference = weakref.ref(owner)
+
+        def observer(output: Any) -> None:
+            if (present := reference()) is not None:
+                observe(present, output)
+
+        self._observer: Observer = observer
+        self._eager = ForceEager()
+        self._forward: RemovableHandle | None = None
+        self._taps: list[RemovableHandle] = []
+        self._mark = object()
+        weakref.finalize(owner, self.disarm)
+
+    @property
+    def armed(self) -> bool:
+        """Whether forward passes are observed."""
+        return self._forward is not None
+
+    def arm(self) -> None:
+        """Observes forward passes from now on; compiled models run eagerly."""
+        if not self.armed:
+            self._eager.acquire()
+            self._forward = self._model.register_forward_hook(_ForwardHook(self._model, self._observer))
+
+    def disarm(self) -> None:
+        """Removes every hook."""
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+        self.drop_taps()
+        self._eager.release()
+
+    def claim(self, node: Node) -> bool:
+        """Marks a node as tapped; False if it already is, as when a later pass reaches back into an earlier one."""
+        metadata: dict[str, list[object]] = getattr(node, "metadata")  # noqa: B009 - a property that the stubs call a method
+        marks = metadata.setdefault(_MARK, [])
+        if any(mark is self._mark for mark in marks):
+            return False
+        marks.append(self._mark)
+        return True
+
+    def keep(self, taps: list[RemovableHandle]) -> None:
+        """Remembers hooks on nodes, to remove those that no backward reaches."""
+        self._taps += taps
+
+    def drop_taps(self) -> None:
+        """Removes the hooks on nodes and forgets which nodes were tapped."""
+        for tap in self._taps:
+            tap.remove()
+        self._taps = []
+        self._mark = object()

@@ -1,0 +1,143 @@
+"""Blocks and decompositions as plain tensors, numbers and strings, keyed by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.factor import Factor
+from natgrad.blocks.kronecker import KroneckerBlock, Orientation
+from natgrad.blocks.registry import Registry
+from natgrad.capture.layout import Layout
+from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.solve.solver import Side
+
+VERSION = 1
+
+
+def save_blocks(registry: Registry) -> dict[str, Any]:
+    """Layouts, factors and counts. A factor that blocks share is stored with the first and named by the others."""
+    homes: dict[Factor, str] = {}
+    return {block.key: _save_block(block, homes) for block in registry}
+
+
+def _save_block(block: KroneckerBlock, homes: dict[Factor, str]) -> dict[str, Any]:
+    orientations: list[dict[str, Any]] = []
+    for number, orientation in enumerate(block.orientations):
+        entry: dict[str, Any] = {"counts": orientation.counts.clone()}
+        for side in ("row", "column"):
+            factor: Factor = getattr(orientation, side)
+            if factor in homes:
+                entry[side] = homes[factor]
+            else:
+                homes[factor] = f"{block.key}/{number}/{side}"
+                entry[side] = {"sum": factor.sum.clone(), "weight": factor.weight.clone(), "diagonal": factor.diagonal}
+        orientations.append(entry)
+    return {
+        "kind": block.kind,
+        "weight": block.weight.to_state(),
+        "bias": None if block.bias is None else block.bias.to_state(),
+        "orientations": orientations,
+    }
+
+
+def load_blocks(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[KroneckerBlock]:
+    """New blocks from a checkpoint, checked against the model's parameters."""
+    version = state.get("version")
+    if version != VERSION:
+        raise ValueError(f"this is not a natgrad checkpoint of version {VERSION} (version: {version!r})")
+    factors: dict[str, Factor] = {}
+    return [_load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
+
+
+def _load_block(
+    key: str, entry: Mapping[str, Any], parameters: Mapping[str, Tensor], factors: dict[str, Factor]
+) -> KroneckerBlock:
+    weight = Layout.from_state(entry["weight"])
+    bias = None if entry["bias"] is None else Layout.from_state(entry["bias"])
+    for layout in (weight, bias):
+        if layout is None:
+            continue
+        parameter = parameters.get(layout.name)
+        if parameter is None:
+            raise ValueError(f"the checkpoint has a block for {layout.name}, which the model does not have")
+        if tuple(parameter.shape) != layout.parameter_shape:
+            raise ValueError(
+                f"{layout.name} has shape {tuple(parameter.shape)}, in the checkpoint {layout.parameter_shape}"
+            )
+    device = parameters[weight.name].device
+    stack, rows, columns = weight.shape
+    sizes = {"row": rows, "column": columns + (bias is not None)}
+    orientations = []
+    for number, stored in enumerate(entry["orientations"]):
+        sides = {}
+        # The second orientation is that of the transpose: its row side belongs to the block's columns.
+        for side, other in (("row", "column"), ("column", "row")):
+            size = sizes[other if number else side]
+            sides[side] = _load_factor(f"{key}/{number}/{side}", stored[side], (stack, size), device, factors)
+        orientation = Orientation(sides["row"], sides["column"])
+        orientation.counts.copy_(stored["counts"])
+        orientations.append(orientation)
+    swapped = orientations[1] if len(orientations) > 1 else None
+    return KroneckerBlock(weight, bias, kind=entry["kind"], straight=orientations[0], swapped=swapped)
+
+
+def _load_factor(
+    home: str, stored: Any, shape: tuple[int, int], device: torch.device, factors: dict[str, Factor]
+) -> Factor:
+    if isinstance(stored, str):
+        return factors[stored]
+    total: Tensor = stored["sum"]
+    stack, size = shape
+    expected = (stack, size) if stored["diagonal"] else (stack, size, size)
+    if tuple(total.shape) != expected:
+        raise ValueError(
+            f"the factor {home} has shape {tuple(total.shape)} in the checkpoint, the model needs {expected}"
+        )
+    factor = Factor(stack, size, diagonal=stored["diagonal"], dtype=total.dtype, device=device)
+    factor.sum.copy_(total)
+    factor.weight.copy_(stored["weight"])
+    factors[home] = factor
+    return factor
+
+
+def save_solved(preconditioner: Preconditioner) -> dict[str, Any]:
+    """Solved sides, each once, and which block has which."""
+    homes: dict[int, str] = {}
+    result: dict[str, Any] = {}
+    for key, member in preconditioner.solved.items():
+        entry: dict[str, Any] = {"scale": member.scale.clone(), "solved_at": member.solved_at}
+        for name, side in (("row", member.row), ("column", member.column)):
+            if id(side) in homes:
+                entry[name] = homes[id(side)]
+            else:
+                homes[id(side)] = f"{key}/{name}"
+                entry[name] = {field: _cloned(getattr(side, field)) for field in ("matrix", "values")}
+        result[key] = entry
+    return result
+
+
+def load_solved(state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
+    """Gives a fresh preconditioner the solutions of a checkpoint."""
+    by_key = {block.key: block for block in blocks}
+    sides: dict[str, Side] = {}
+    for key, entry in state.items():
+        block = by_key.get(key)
+        if block is None:
+            raise ValueError(f"the checkpoint has a decomposition for {key} but no factors")
+        device = block.straight.row.sum.device
+        for name in ("row", "column"):
+            if not isinstance(entry[name], str):
+                parts = (entry[name]["matrix"], entry[name]["values"])
+                sides[f"{key}/{name}"] = Side(*(None if part is None else part.to(device, copy=True) for part in parts))
+        row, column = (
+            sides[entry[name] if isinstance(entry[name], str) else f"{key}/{name}"] for name in ("row", "column")
+        )
+        preconditioner.adopt(block, row, column, entry["scale"].to(device), entry["solved_at"])
+
+
+def _cloned(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -1,0 +1,493 @@
+"""The K-FAC preconditioner: what a training loop talks to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad import checkpoint
+from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.registry import Registry
+from natgrad.capture import outputs
+from natgrad.capture.watch import Watch, clean_name, innermost
+from natgrad.errors import NatgradWarning
+from natgrad.metrics import Metrics, eigenvalue_range
+from natgrad.options import Hyperparameter, Interval, Number, choice
+from natgrad.precondition.preconditioner import LearningRate, Preconditioner
+from natgrad.report import Report, build_report
+from natgrad.solve.damping import RULES
+from natgrad.solve.solver import SOLVERS
+from natgrad.statistics.predictive import PREDICTIVES, Predictive
+from natgrad.statistics.window import FISHERS, Window
+
+_DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
+
+
+class KFAC:
+    """Preconditions a model's gradients with the Kronecker-factored Fisher, in front of any optimizer.
+
+    Call `step` between ``loss.backward()`` and ``optimizer.step()``, or `attach` once::
+
+        kfac = natgrad.KFAC(model, damping=1e-3)
+        kfac.attach(optimizer)
+
+    Every numeric hyper-parameter is a number or a callable of the step.
+
+    Args:
+        model: any module; DDP and compiled models too.
+        optimizer: where the learning rate of the KL clip is read; `attach` sets it as well.
+        lr: the learning rate, where there is no optimizer to read it from.
+        factor_update_steps: take statistics every so many steps.
+        inv_update_steps: decompose the factors every so many steps.
+        damping: λ, added to the Fisher.
+        damping_rule: ``"joint"`` (eigen only, its default), ``"pi"`` (default of inverse) or ``"plain"``.
+        solver: ``"eigen"`` or ``"inverse"`` (Cholesky).
+        factor_decay: ξ, the weight of the past in the running averages.
+        kl_clip: κ: the step is scaled down so that α² vᵀ∇ stays below it; None for no clip.
+        fisher: ``"empirical"`` (the training targets), ``"sampled"`` (targets drawn from the model) or ``"exact"``
+            (their expectation; one backward per output).
+        predictive: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a callable from the
+            model's output to a `torch.distributions` object.
+        loss_terms: N: how many terms the loss of a whole step is a mean over, where that is not the number of
+            predictions in the model's output: 1 for a summed loss,
+            all elements for `nn.MSELoss`, all micro-batches together for an accumulated loss divided by their number.
+        sharing: ``"expand"``: places and tokens count as uncorrelated rows.
+        exclude: name patterns (``"head.*"``) of parameters to leave to the optimizer.
+        max_factor_size: sides larger than this get a diagonal factor.
+        generator: draws the targets of the sampled Fisher.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr: Number | None = None,
+        factor_update_steps: Number = 10,
+        inv_update_steps: Number = 100,
+        damping: Number = 1e-3,
+        damping_rule: str | None = None,
+        solver: str = "eigen",
+        factor_decay: Number = 0.95,
+        kl_clip: Number | None = 1e-3,
+        fisher: str = "empirical",
+        predictive: Predictive = "categorical",
+        loss_terms: Number | None = None,
+        sharing: str = "expand",
+        exclude: Iterable[str] = (),
+        max_factor_size: int = 16384,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"KFAC takes the model itself, an nn.Module, got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        choice("sharing", sharing, ("expand",))
+        choice("fisher", fisher, FISHERS)
+        if not callable(predictive):
+            predictive = choice("predictive", str(predictive).lower(), PREDICTIVES)
+        solver = choice("solver", solver, SOLVERS)
+        rule = choice("damping_rule", damping_rule or _DEFAULT_RULE[solver], RULES)
+        if (solver, rule) == ("inverse", "joint"):
+            raise ValueError("damping_rule='joint' needs solver='eigen'; the inverse solver knows 'pi' and 'plain'")
+        self._factor_interval = Interval("factor_update_steps", factor_update_steps)
+        self._refresh_interval = Interval("inv_update_steps", inv_update_steps)
+        self._damping = Hyperparameter("damping", damping, above=0)
+        self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
+        self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
+        self._terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
+        self._lr = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
+        if max_factor_size < 1:
+            raise ValueError(f"max_factor_size must be at least 1, got {max_factor_size}")
+
+        self._parameters = _named_parameters(model)
+        self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._optimizer = optimizer
+        self._rates: dict[int, dict[str, Any]] = {}
+        self._attached: RemovableHandle | None = None
+        self._step = 0
+        self._factors_at: int | None = None
+        self._refreshed_at: int | None = None
+        self._stale = False  # statistics have come in since the last refresh
+        self._registry = Registry(self._parameters, max_factor_size=max_factor_size)
+        self._solved_version = 0
+        self._preconditioner = Preconditioner(solver, rule)
+        self._metrics = Metrics()
+        self._watch = Watch(model, self, KFAC._observe)
+        self._window = Window(self._registry, self._watch, fisher, predictive, generator)
+        self._watch.arm()
+
+    # In the training loop
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> KFAC:
+        """Preconditions right before every ``optimizer.step()`` from now on; the loop does not change."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if self._attached is not None:
+            raise RuntimeError("this KFAC is attached to an optimizer already: detach() it first")
+        ours = {id(parameter) for parameter in self._parameters.values()}
+        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError("this optimizer holds none of the model's parameters")
+        self._optimizer = optimizer
+        self._rates = {}
+        self._attached = optimizer.register_step_pre_hook(self._before_optimizer)
+        self._arm_if_due()
+        return self
+
+    def detach(self) -> None:
+        """Undoes `attach` and removes every hook. Harmless at any time; `attach` or `step` starts again."""
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+        self._window.close()
+        self._watch.disarm()
+
+    def capture(self, loss: Tensor, *, outputs: Any = None, terms: float | None = None) -> None:
+        """Takes statistics from this loss's graph, for loops whose loss does not come from one call of the model.
+
+        Call it before ``loss.backward()``. It replaces what the model's own calls since the last backward would
+        have given. `terms` is how many terms the loss is a mean over (default: `loss_terms`, or the predictions
+        in `outputs`); `outputs` is what a sampled or exact Fisher draws targets for. On steps that take no
+        statistics it does nothing.
+        """
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            raise ValueError("capture takes a loss that is attached to its graph, before backward()")
+        if not self._watch.armed:
+            return
+        if outputs is None and self._window.fisher != "empirical":
+            raise ValueError(f"fisher={self._window.fisher!r} draws its own targets: pass capture(loss, outputs=...)")
+        if outputs is None and terms is None and self._terms is None:
+            raise ValueError(
+                "how many terms is this loss a mean over? Pass capture(loss, terms=...), or outputs= to count "
+                "predictions, or loss_terms= at construction"
+            )
+        self._window.forget_open_passes()
+        self._tap(loss if outputs is None else outputs, terms)
+
+    def step(self) -> None:
+        """Replaces the gradients by damped, clipped natural gradients, after taking in statistics and decomposing
+        factors where they are due.
+        """
+        if not self._gradients_present():
+            raise RuntimeError("no parameter has a gradient: call kfac.step() after loss.backward()")
+        self._advance()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]  # args[0] is the optimizer
+        if closure is not None:
+            raise RuntimeError(
+                "an optimizer with a closure computes its gradients inside step(), after K-FAC's turn: "
+                "detach() and call kfac.step() at the end of the closure"
+            )
+        # torch.distributed.checkpoint steps an optimizer without gradients to create its state.
+        if self._gradients_present():
+            self._advance()
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        step = self._step
+        kappa = None if self._kappa is None else self._kappa.at(step)
+        damping = self._damping.at(step)
+        if kappa is not None and self._lr is None and self._optimizer is None:
+            raise ValueError(
+                "the KL clip needs the learning rate: pass optimizer= or lr=, attach(optimizer), or switch it off "
+                "with kl_clip=None"
+            )
+        gradients: dict[str, Tensor | None] = {name: p.grad for name, p in self._parameters.items()}
+        if self._watch.armed and not self._take_statistics(gradients):
+            return
+        self._refresh_if_due(damping)
+        self._guarded_precondition(gradients, damping, kappa)
+        self._step += 1
+        self._arm_if_due()
+
+    # Statistics
+
+    def _observe(self, output: Any) -> None:
+        """The model's forward hook, on armed steps."""
+        if torch.is_grad_enabled():
+            self._tap(output, None)
+
+    def _tap(self, output: Any, terms: float | None) -> None:
+        roots = [tensor for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
+        if not roots:
+            return
+        if any(root.numel() == 0 for root in roots):
+            self._warn_once("an empty batch came by at step {step}: it has no statistics and was skipped", "empty")
+            return
+        if terms is None and self._terms is not None:
+            terms = self._terms.at(self._step)
+        candidates = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad and self._why_left(name, parameter) is None
+        }
+        self._refuse_moved(candidates)
+        with torch.enable_grad():
+            self._window.observe(output, roots, candidates, terms)
+        if self._window.seen and len(self._registry) == 0:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(self._window.unrecognised.items())[:5])
+            self.detach()
+            raise ValueError(f"no parameter of this model can be preconditioned ({reasons or 'none is used'})")
+
+    def _take_statistics(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
+        window, step = self._window, self._step
+        terms = window.terms
+        if terms == 0:
+            if not _any_nonzero(gradients.values()):
+                window.close()
+                return False
+            raise RuntimeError(
+                window.problem
+                or "there are gradients but no statistics: K-FAC saw no forward pass of this model followed by its "
+                "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
+                "before loss.backward()"
+            )
+        missing = [
+            block.names[0]
+            for block in window.without_statistics()
+            if _any_nonzero(gradients[layout.name] for layout in block.layouts)
+        ]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
+                "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
+                "parameter to the optimizer"
+            )
+        if self._terms is not None:
+            terms = self._terms.at(step)
+        self._metrics.rejected_statistics += window.commit(self._decay.at(step), terms)
+        self._watch.disarm()
+        self._factors_at = step
+        self._stale = True
+        return True
+
+    def _arm_if_due(self) -> None:
+        last, step = self._factors_at, self._step
+        if last is None or step - last >= self._factor_interval.at(step):
+            self._watch.arm()
+
+    def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:
+        for block in self._registry:
+            parameter = candidates.get(block.weight.name)
+            device = block.straight.row.sum.device
+            if parameter is not None and parameter.device != device:
+                raise RuntimeError(
+                    f"{block.weight.name} moved from {device} to {parameter.device} after its statistics were taken: "
+                    "construct KFAC after moving the model, and carry statistics over with state_dict()"
+                )
+
+    # Decompositions
+
+    def _refresh_if_due(self, damping: float) -> None:
+        if self._solved_version != self._registry.version:
+            self._preconditioner.keep_only(self._registry)
+            self._solved_version = self._registry.version
+        step, solved = self._step, self._preconditioner.solved
+        due = self._refreshed_at is None or step - self._refreshed_at >= self._refresh_interval.at(step)
+        if due:
+            self._refreshed_at = step
+        changed = self._stale or self._preconditioner.solver == "inverse"
+        blocks = [block for block in self._registry if block.key not in solved or (due and changed)]
+        if blocks:
+            self._refresh(blocks, damping)
+
+    def _refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
+        weights = torch.stack(
+            [torch.stack([o.row.weight * o.column.weight for o in b.orientations]).sum() for b in blocks]
+        )
+        known = [block for block, weight in zip(blocks, weights.tolist(), strict=True) if weight > 0]
+        if len(known) < len(blocks):
+            # Their first statistics were not finite (or had no rows): try again with the next batch.
+            self._factors_at = None
+        if known:
+            result = self._preconditioner.refresh(known, damping, self._step)
+            self._metrics.failed_decompositions += result.failed
+            if result.failed:
+                self._warn_once(
+                    "{count} decompositions failed at step {step}, in float64 and with jitter too; "
+                    "the last good ones stay in use",
+                    "decomposition",
+                    count=result.failed,
+                )
+        self._stale = False
+        if int(self._metrics.rejected_statistics) > 0:
+            self._warn_once(
+                "statistics with NaN or inf were refused by step {step}; the running averages did not change", "nan"
+            )
+
+    # Preconditioning
+
+    def _guarded_precondition(
+        self, gradients: Mapping[str, Tensor | None], damping: float, kappa: float | None
+    ) -> None:
+        solved = {name for block in self._preconditioner.solved.values() for name in _names(block.block)}
+        others = [
+            gradient
+            for name, gradient in gradients.items()
+            if gradient is not None and name not in solved and gradient.layout == torch.strided and gradient.numel()
+        ]
+        norms = torch._foreach_norm(others) if others else ()
+        # One NaN anywhere means that this batch has no usable gradient: nothing moves, whatever is covered.
+        finite = torch.isfinite(torch.stack([norm.double() for norm in norms]).sum()) if norms else None
+        clip = self._preconditioner.precondition(
+            gradients, damping=damping, kappa=kappa, learning_rate=self._rate_of, finite=finite
+        )
+        if clip is not None:
+            finite = clip.finite
+        if finite is not None:
+            for gradient in others:
+                gradient.masked_fill_(~finite, 0)
+            self._metrics.skipped_steps += (~finite).to(torch.int64)
+        self._metrics.clip, self._metrics.damping = clip, damping
+
+    def _rate_of(self, name: str) -> LearningRate:
+        if self._lr is not None:
+            return self._lr.at(self._step)
+        if self._optimizer is None:
+            return 1.0  # no clip: only the logged KL depends on it
+        parameter = self._parameters[name]
+        if id(parameter) not in self._rates:
+            self._rates = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        group = self._rates.get(id(parameter))
+        rate: LearningRate = 0.0 if group is None else group["lr"]  # a parameter in no group does not move
+        return rate
+
+    def _gradients_present(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters.values())
+
+    # Looking inside
+
+    @property
+    def blocks(self) -> list[KroneckerBlock]:
+        """The Fisher blocks found so far; each has `names` and `to_dense()`."""
+        return list(self._registry)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been preconditioned."""
+        return self._step
+
+    def report(self) -> Report:
+        """One line a parameter: its block, factor sizes and memory, or why it is left to the optimizer. Prints as a
+        table.
+        """
+        left = {name: self._why_left(name, parameter) for name, parameter in self._parameters.items()}
+        unseen = "not used in any pass seen so far" if self._window.seen else "no forward pass seen yet"
+        reasons = {name: why or self._window.unrecognised.get(name, unseen) for name, why in left.items()}
+        return build_report(list(self._parameters), self._registry, self._preconditioner, reasons)
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """Numbers of the last step. Nothing waits for the device until this is called.
+
+        ``predicted_kl`` ½α²vᵀF̂v of the clipped step, ``clip_factor`` ν, ``damping`` λ, ``eigenvalue_min`` /
+        ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and
+        ``decomposition_age`` in steps (the oldest), and counts: ``rejected_statistics`` (not finite),
+        ``failed_decompositions``, ``skipped_steps`` (gradient not finite).
+        """
+        solved = list(self._preconditioner.solved.values())
+        low, high = eigenvalue_range(solved, self._preconditioner.solver)
+        clip = self._metrics.clip
+        last = self._step - 1
+        return {
+            "step": self._step,
+            "predicted_kl": None if clip is None else float(clip.predicted_kl),
+            "clip_factor": None if clip is None else float(clip.factor),
+            "damping": self._metrics.damping,
+            "eigenvalue_min": low,
+            "eigenvalue_max": high,
+            "factor_age": None if self._factors_at is None else last - self._factors_at,
+            "decomposition_age": max((last - member.solved_at for member in solved), default=None),
+            "rejected_statistics": int(self._metrics.rejected_statistics),
+            "failed_decompositions": int(self._metrics.failed_decompositions),
+            "skipped_steps": int(self._metrics.skipped_steps),
+        }
+
+    def _why_left(self, name: str, parameter: Tensor) -> str | None:
+        if parameter.is_complex() or not parameter.is_floating_point():
+            return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
+        if any(fnmatch(name, pattern) for pattern in self._exclude):
+            return "excluded"
+        return None if parameter.requires_grad else "frozen (requires_grad=False)"
+
+    def _warn_once(self, message: str, topic: str, **values: object) -> None:
+        if topic not in self._metrics.warned:
+            self._metrics.warned.add(topic)
+            text = message.format(step=self._step, **values)
+            warnings.warn(f"natgrad: {text} (counted in kfac.metrics(); warned once)", NatgradWarning, stacklevel=4)
+
+    # Checkpoints
+
+    def state_dict(self, *, decompositions: bool = True) -> dict[str, Any]:
+        """Everything that continuing bit for bit needs, as plain tensors, numbers and strings under parameter names;
+        loads with ``weights_only=True``.
+
+        Without `decompositions` it is about half as large, and loading decomposes the present factors instead.
+        """
+        generator = self._window.generator
+        return {
+            "version": checkpoint.VERSION,
+            "solver": self._preconditioner.solver,
+            "step": self._step,
+            "factors_at": self._factors_at,
+            "refreshed_at": self._refreshed_at,
+            "stale": self._stale,
+            "metrics": self._metrics.state(),
+            "generator": None if generator is None else generator.get_state(),
+            "blocks": checkpoint.save_blocks(self._registry),
+            "decompositions": checkpoint.save_solved(self._preconditioner) if decompositions else None,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`, also before the first forward pass. One that does not fit raises, and
+        changes nothing.
+        """
+        blocks = checkpoint.load_blocks(state, self._parameters)
+        preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
+        fits = state["decompositions"] is not None and state["solver"] == preconditioner.solver
+        if fits:
+            checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
+        self._window.close()
+        self._watch.disarm()
+        self._registry.replace(blocks)
+        self._solved_version = self._registry.version
+        self._preconditioner = preconditioner
+        self._step, self._factors_at = state["step"], state["factors_at"]
+        self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
+        self._metrics.load(state["metrics"])
+        if state["generator"] is not None and self._window.generator is not None:
+            self._window.generator.set_state(state["generator"])
+        if blocks and not fits:
+            self._refresh(blocks, self._damping.at(self._step))
+        self._arm_if_due()
+
+
+def _names(block: KroneckerBlock) -> list[str]:
+    return [layout.name for layout in block.layouts]
+
+
+def _any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
+    """Asks the device; for the rare case that statistics are missing."""
+    return any(tensor is not None and bool((tensor != 0).any()) for tensor in tensors)
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = {clean_name(name): p for name, p in innermost(model).named_parameters()}
+    trainable = [p for p in parameters.values() if p.requires_grad]
+    if not trainable:
+        raise ValueError("this model has no trainable parameters (all are missing or have requires_grad=False)")
+    devices = {str(p.device): name for name, p in parameters.items()}
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters must be on one device: {where}")
+    if "meta" in devices:
+        raise ValueError("the parameters are on the meta device: materialise the model before constructing KFAC")
+    return parameters

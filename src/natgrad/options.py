@@ -1,0 +1,63 @@
+"""Hyper-parameters: what is allowed, and numbers that may be functions of the step."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Number = float | Callable[[int], float]
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of some words, or an error that lists them and guesses which was meant."""
+    if isinstance(value, str) and value in allowed:
+        return value
+    near = difflib.get_close_matches(str(value), allowed, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+class Hyperparameter:
+    """A number or a callable of the step, checked whenever it is read."""
+
+    def __init__(
+        self, name: str, value: Any, *, above: float, below: float = math.inf, inclusive: bool = False
+    ) -> None:
+        self.name = name
+        self.value = value
+        self._above, self._below, self._inclusive = above, below, inclusive
+        if not callable(value):
+            self.at(0)
+
+    def at(self, step: int) -> float:
+        """The value at a step."""
+        value = self.value(step) if callable(self.value) else self.value
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self.name} must be a number or a callable of the step that returns one, got {value!r}"
+            ) from None
+        low = number >= self._above if self._inclusive else number > self._above
+        if isinstance(value, bool) or not (low and number < self._below):
+            bounds = f"{'at least' if self._inclusive else 'above'} {self._above:g}"
+            bounds += f" and below {self._below:g}" if math.isfinite(self._below) else " and finite"
+            where = f" at step {step}" if callable(self.value) else ""
+            raise ValueError(f"{self.name} must be {bounds}, got {value!r}{where}")
+        return number
+
+
+class Interval(Hyperparameter):
+    """A whole number of steps."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name, value, above=1, inclusive=True)
+
+    def at(self, step: int) -> int:
+        """The interval at a step."""
+        number = super().at(step)
+        if number != int(number):
+            raise ValueError(f"{self.name} must be a whole number of steps, got {number!r}")
+        return int(number)

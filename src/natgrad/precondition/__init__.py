@@ -1,0 +1,1 @@
+"""Replaces gradients by damped natural gradients and bounds the step."""

@@ -1,0 +1,197 @@
+"""From blocks to preconditioned gradients: which sides are solved when, how they are stacked, and what is written
+where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.kronecker import Estimate, KroneckerBlock
+from natgrad.precondition.stack import Bank, SolvedBlock, Stack
+from natgrad.precondition.trust_region import Clip, clip
+from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
+
+LearningRate = float | Tensor
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a refresh did: how many decompositions failed and kept their last good form."""
+
+    solved: int
+    failed: int
+
+
+class Preconditioner:
+    """The solved sides of all blocks, and the products with them."""
+
+    def __init__(self, solver: str, rule: str) -> None:
+        self.solver = solver
+        self.rule = rule
+        self.solved: dict[str, SolvedBlock] = {}
+        self._sides: dict[Hashable, Side] = {}
+        self._stacks: list[Stack] = []
+
+    def keys(self, block: KroneckerBlock) -> tuple[Hashable, Hashable]:
+        """What names the (row, column) sides. Eigenbases belong to factors, and are shared with them; damped
+        inverses to blocks.
+        """
+        if self.solver == "eigen" and block.swapped is None:
+            return block.straight.row, block.straight.column
+        return (block.key, "row"), (block.key, "column")
+
+    @torch.no_grad()
+    def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int) -> Refresh:
+        """Decomposes the blocks' present factors."""
+        estimates = {block: block.estimate() for block in blocks}
+        factors: dict[Hashable, Tensor] = {}
+        scales: dict[KroneckerBlock, Tensor] = {}
+        for block, estimate in estimates.items():
+            sides, scales[block] = self._prepare(estimate, damping)
+            factors.update(zip(self.keys(block), sides, strict=True))
+        result: Solved = solve_eigen(factors) if self.solver == "eigen" else solve_inverse(factors)
+        for key, side in result.sides.items():
+            if key in self._sides:
+                self._sides[key].update(side, result.failed[key])
+            else:
+                self._sides[key] = side
+        for block, scale in scales.items():
+            self._install(block, scale, step)
+        return Refresh(len(result.sides), sum(map(sum, result.failed.values())))
+
+    def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        if self.solver == "eigen":
+            return estimate.sides, estimate.scale
+        row, column, divide = damped_sides(estimate, self.rule, damping)
+        return (row, column), divide
+
+    def _install(self, block: KroneckerBlock, scale: Tensor, step: int) -> None:
+        row, column = (self._sides[key] for key in self.keys(block))
+        present = self.solved.get(block.key)
+        if present is not None and (present.block, present.row, present.column) == (block, row, column):
+            present.scale.copy_(scale)
+            present.solved_at = step
+        else:
+            self.solved[block.key] = SolvedBlock(block, row, column, scale.clone(), step)
+            self._stacks = []
+
+    def adopt(self, block: KroneckerBlock, row: Side, column: Side, scale: Tensor, solved_at: int) -> None:
+        """Takes a solution from a checkpoint; sides that blocks share are kept once."""
+        keys = self.keys(block)
+        self._sides.setdefault(keys[0], row)
+        self._sides.setdefault(keys[1], column)
+        self._install(block, scale, solved_at)
+
+    def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Forgets what belongs to blocks that are no more; sides that became separate start from their common past."""
+        present = {block.key: block for block in blocks}
+        sides: dict[Hashable, Side] = {}
+        solved: dict[str, SolvedBlock] = {}
+        for key, old in self.solved.items():
+            block = present.get(key)
+            if block is None or block.shape != old.block.shape:
+                continue
+            for name, side in zip(self.keys(block), (old.row, old.column), strict=True):
+                taken = any(side is other for other in sides.values())
+                if name not in sides:
+                    sides[name] = _copied(side) if taken else side
+            row, column = (sides[name] for name in self.keys(block))
+            solved[key] = SolvedBlock(block, row, column, old.scale, old.solved_at)
+        self._sides, self.solved, self._stacks = sides, solved, []
+
+    @torch.no_grad()
+    def precondition(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        *,
+        damping: float,
+        kappa: float | None,
+        learning_rate: Callable[[str], LearningRate],
+        finite: Tensor | None = None,
+    ) -> Clip | None:
+        """Replaces the gradients of all solved blocks, in place, by the damped natural gradient, clipped; None where
+        there is nothing to do.
+
+        Where they are not finite, or `finite` says that other gradients are not, they become zero.
+        """
+        if not self._stacks:
+            self._stacks = _stacked(self.solved.values())
+        directions: list[tuple[Stack, Tensor]] = []
+        lengths: list[Tensor] = []
+        for stack in self._stacks:
+            if not any(
+                gradients[layout.name] is not None for member in stack.members for layout in member.block.layouts
+            ):
+                continue
+            gradient = stack.gather(gradients)
+            direction = stack.apply(gradient, self.solver, self.rule, damping)
+            directions.append((stack, direction))
+            lengths.append(_squared_length(stack, gradient, direction, learning_rate))
+        if not directions:
+            return None
+        clipped = clip(torch.stack(lengths).sum(), kappa)
+        if finite is not None:
+            clipped = replace(clipped, finite=clipped.finite & finite)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for stack, direction in directions:
+            scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
+            for member, part in zip(stack.members, stack.members_parts(scaled), strict=True):
+                matrices = part.split([layout.shape[2] for layout in member.block.layouts], dim=2)
+                for layout, matrix in zip(member.block.layouts, matrices, strict=True):
+                    gradient_of = gradients[layout.name]
+                    if gradient_of is not None:
+                        targets.append(layout.region(gradient_of))
+                        sources.append(layout.from_matrix(matrix))
+        # Into the gradients' own memory: DDP's buckets are views of it.
+        torch._foreach_copy_(targets, sources)
+        return clipped
+
+
+def _copied(side: Side) -> Side:
+    return Side(*(None if part is None else part.clone() for part in (side.matrix, side.values)))
+
+
+def _stacked(solved: Iterable[SolvedBlock]) -> list[Stack]:
+    """Groups solved blocks by shape, and their sides by size."""
+    groups: dict[Hashable, list[SolvedBlock]] = {}
+    for member in solved:
+        key = (member.block.shape[1:], member.block.bias is None, *map(_form, (member.row, member.column)))
+        groups.setdefault(key, []).append(member)
+    banks: dict[Hashable, Bank] = {}
+    for members in groups.values():
+        for sides in ([member.row for member in members], [member.column for member in members]):
+            banks.setdefault(_form(sides[0]), Bank()).add(sides)
+    for bank in banks.values():
+        bank.close()
+    return [
+        Stack(members, banks[_form(members[0].row)], banks[_form(members[0].column)]) for members in groups.values()
+    ]
+
+
+def _form(side: Side) -> Hashable:
+    """Sides of one form can be joined."""
+    return tuple(
+        None if part is None else (part.shape[1:], part.dtype, part.device) for part in (side.matrix, side.values)
+    )
+
+
+def _squared_length(
+    stack: Stack, gradient: Tensor, direction: Tensor, learning_rate: Callable[[str], LearningRate]
+) -> Tensor:
+    """α² vᵀ∇, with each parameter's own learning rate."""
+    rates = [[learning_rate(layout.name) for layout in member.block.layouts] for member in stack.members]
+    products = (gradient * direction).sum(1, dtype=torch.float64)
+    first = rates[0][0]
+    if all(rate is first or (not isinstance(rate, Tensor) and rate == first) for group in rates for rate in group):
+        return products.sum() * first**2
+    total = products.new_zeros(())
+    for member, part, group in zip(stack.members, stack.members_parts(products), rates, strict=True):
+        widths = [layout.shape[2] for layout in member.block.layouts]
+        for columns, rate in zip(part.split(widths, dim=1), group, strict=True):
+            total = total + columns.sum() * rate**2
+    return total

@@ -1,0 +1,153 @@
+"""Preconditioning blocks of equal shape together: a handful of batched products instead of four per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.solve.damping import divisor
+from natgrad.solve.solver import Side
+
+
+class SolvedBlock:
+    """A block with its solved sides and the scale that belongs to them (for an inverse: what its product is divided
+    by).
+    """
+
+    def __init__(self, block: KroneckerBlock, row: Side, column: Side, scale: Tensor, solved_at: int) -> None:
+        self.block = block
+        self.row = row
+        self.column = column
+        self.scale = scale
+        self.solved_at = solved_at
+
+
+class Bank:
+    """Joint memory of all sides of one size, each once, however many stacks use it: a refresh writes where the
+    products read.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[int, Side] = {}
+        self._starts: dict[int, int] = {}
+        self._length = 0
+        self.matrix: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def add(self, sides: Iterable[Side]) -> None:
+        """Reserves a place for sides not seen yet; those added together lie together."""
+        for side in sides:
+            if id(side) not in self._sides:
+                self._sides[id(side)] = side
+                self._starts[id(side)] = self._length
+                self._length += _entries(side)
+
+    def close(self) -> None:
+        """Moves the sides' tensors into joint memory."""
+        for field in ("matrix", "values"):
+            parts = [getattr(side, field) for side in self._sides.values()]
+            if parts[0] is None:
+                continue
+            joined = torch.cat(parts)
+            setattr(self, field, joined)
+            for side, part in zip(self._sides.values(), joined.split([p.shape[0] for p in parts]), strict=True):
+                setattr(side, field, part)
+
+    def entries(self, sides: Sequence[Side]) -> list[int]:
+        """Where the stack entries of these sides are, in order."""
+        return [self._starts[id(side)] + entry for side in sides for entry in range(_entries(side))]
+
+
+def _entries(side: Side) -> int:
+    part = side.matrix if side.matrix is not None else side.values
+    assert part is not None, "a side has a matrix or values"
+    return part.shape[0]
+
+
+class Stack:
+    """Solved blocks of one shape."""
+
+    def __init__(self, members: Sequence[SolvedBlock], row: Bank, column: Bank) -> None:
+        self.members = list(members)
+        self._row = _Joined(row, [member.row for member in members])
+        self._column = _Joined(column, [member.column for member in members])
+        self._counts = [member.block.shape[0] for member in members]
+        self._scale = torch.cat([member.scale for member in members])
+        for member, part in zip(members, self._scale.split(self._counts), strict=True):
+            member.scale = part
+
+    def gather(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """The members' gradients as (K, rows, columns); zero for members without one."""
+        weights, biases = [], []
+        for member in self.members:
+            block = member.block
+            weights.append(self._matrix(block, gradients, bias=False))
+            if block.bias is not None:
+                biases.append(self._matrix(block, gradients, bias=True))
+        joined = torch.cat(weights).to(self._scale.dtype)
+        return torch.cat([joined, torch.cat(biases).to(joined.dtype)], dim=2) if biases else joined
+
+    def _matrix(self, block: KroneckerBlock, gradients: Mapping[str, Tensor | None], *, bias: bool) -> Tensor:
+        layout = block.bias if bias else block.weight
+        assert layout is not None, "asked for the bias of a block that has one"
+        gradient = gradients[layout.name]
+        if gradient is None:
+            return self._scale.new_zeros(layout.shape)
+        return layout.to_matrix(gradient)
+
+    def apply(self, gradient: Tensor, solver: str, rule: str, damping: float) -> Tensor:
+        """(K, rows, columns) → the damped inverse block times each gradient."""
+        if solver == "inverse":
+            return (
+                self._row.times(self._column.after(gradient, inverse=True), inverse=True) / self._scale[:, None, None]
+            )
+        rotated = self._column.after(self._row.times(gradient, transpose=True))
+        # Not in place: with two diagonal sides `rotated` is the gradient itself.
+        rotated = rotated / divisor(rule, (self._row.values(), self._column.values()), self._scale, damping)
+        return self._row.times(self._column.after(rotated, transpose=True))
+
+    def members_parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """A (K, ...) tensor split by member."""
+        parts: tuple[Tensor, ...] = matrix.split(self._counts)
+        return parts
+
+
+class _Joined:
+    """One side of all members of a stack: a part of a bank, as a view where the members lie together in it."""
+
+    def __init__(self, bank: Bank, sides: Sequence[Side]) -> None:
+        entries = bank.entries(sides)
+        together = entries == list(range(entries[0], entries[0] + len(entries)))
+        span = slice(entries[0], entries[0] + len(entries)) if together else slice(None)
+        self._matrix = None if bank.matrix is None else bank.matrix[span]
+        self._values = None if bank.values is None else bank.values[span]
+        self._index: Tensor | None = None
+        if not together:
+            example = self._matrix if self._matrix is not None else self._values
+            assert example is not None, "a bank has matrices or values"
+            self._index = torch.tensor(entries, device=example.device)
+
+    def _members(self, joined: Tensor) -> Tensor:
+        return joined if self._index is None else joined.index_select(0, self._index)
+
+    def values(self) -> Tensor:
+        """Eigenvalues (K, n)."""
+        assert self._values is not None, "eigenvalues belong to the eigen solver"
+        return self._members(self._values)
+
+    def times(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
+        """This side from the left: it acts on rows."""
+        if self._matrix is None:
+            return matrix * self.values()[:, :, None] if inverse else matrix
+        own = self._members(self._matrix)
+        return torch.bmm(own.mT if transpose else own, matrix)
+
+    def after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
+        """This side from the right: it acts on columns."""
+        if self._matrix is None:
+            return matrix * self.values()[:, None, :] if inverse else matrix
+        own = self._members(self._matrix)
+        return torch.bmm(matrix, own.mT if transpose else own)

@@ -1,0 +1,136 @@
+"""What K-FAC does with every parameter of a model, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from natgrad.blocks.factor import Factor
+from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.registry import Registry
+from natgrad.precondition.preconditioner import Preconditioner
+
+
+@dataclass(frozen=True)
+class Line:
+    """One parameter, or one covered slice of it. `reason` says why a parameter is left to the optimizer; empty where
+    it is covered.
+    """
+
+    parameter: str
+    block: str
+    factors: str
+    bytes: int
+    reason: str = ""
+
+    @property
+    def covered(self) -> bool:
+        """Whether K-FAC preconditions it."""
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Report:
+    """One line a parameter, in the model's order."""
+
+    lines: tuple[Line, ...]
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, parameter: str) -> Line:
+        for line in self.lines:
+            if line.parameter == parameter:
+                return line
+        raise KeyError(parameter)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all factors and decompositions; what blocks share is counted once."""
+        return sum(line.bytes for line in self.lines)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "block", "factors", "memory")]
+        rows += [
+            (line.parameter, line.block, line.factors, _size(line.bytes))
+            if line.covered
+            else (line.parameter, "left to the optimizer: " + line.reason, "", "")
+            for line in self.lines
+        ]
+        name_width = max(len(row[0]) for row in rows)
+        # Reasons run on to the right; they don't widen the block column.
+        widths = [name_width, *(max(len(row[c]) for row in rows if row[2] or c != 1) for c in (1, 2, 3))]
+        text = []
+        for row in rows:
+            cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3].rjust(widths[3])]
+            text.append("  ".join(cells).rstrip())
+        covered = sum(line.covered for line in self.lines)
+        text.append(
+            f"{covered} of {len(self.lines)} lines preconditioned, {_size(self.bytes)} of factors and decompositions"
+        )
+        return "\n".join(text)
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the loop returns")
+
+
+def build_report(
+    parameters: Sequence[str], registry: Registry, preconditioner: Preconditioner, reasons: Mapping[str, str]
+) -> Report:
+    """A line for every parameter: its blocks, or the reason why it has none."""
+    counted: set[int] = set()
+    lines = []
+    for name in parameters:
+        blocks = registry.covering(name)
+        if not blocks:
+            lines.append(Line(name, "", "", 0, reasons[name]))
+            continue
+        if blocks[0].weight.name != name:
+            lines.append(Line(name, f"with {blocks[0].weight.name}", "last column", 0))
+            continue
+        factors = " ; ".join(dict.fromkeys(_describe(block, registry) for block in blocks))
+        kind = blocks[0].kind
+        if blocks[0].weight.box is not None:
+            kind += " " + " ".join(block.weight.label.removeprefix(name) for block in blocks)
+        lines.append(Line(name, kind, factors, sum(_bytes(block, preconditioner, counted) for block in blocks)))
+    return Report(tuple(lines))
+
+
+def _describe(block: KroneckerBlock, registry: Registry) -> str:
+    stack = f"{block.shape[0]} × " if block.shape[0] > 1 else ""
+    sides = [
+        _side("A", block.straight.column, block.shape[2], block, registry, "column"),
+        _side("G", block.straight.row, block.shape[1], block, registry, "row"),
+    ]
+    tied = ", used in both orientations" if block.swapped is not None else ""
+    return f"{stack}{' · '.join(sides)}{tied}"
+
+
+def _side(letter: str, factor: Factor, size: int, block: KroneckerBlock, registry: Registry, side: str) -> str:
+    text = f"{letter} {size} diagonal" if factor.diagonal else f"{letter} {size}²"
+    first = next(other for other in registry if getattr(other.straight, side) is factor)
+    return text if first is block else f"{text} (of {first.key})"
+
+
+def _bytes(block: KroneckerBlock, preconditioner: Preconditioner, counted: set[int]) -> int:
+    total = 0
+    solved = preconditioner.solved.get(block.key)
+    sides = [] if solved is None else [solved.row, solved.column]
+    for factor in block.factors():
+        if id(factor) not in counted:
+            counted.add(id(factor))
+            total += factor.bytes
+    for side in sides:
+        if id(side) not in counted:
+            counted.add(id(side))
+            total += sum(part.numel() * part.element_size() for part in (side.matrix, side.values) if part is not None)
+    return total

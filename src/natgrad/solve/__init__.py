@@ -1,0 +1,1 @@
+"""Eigendecompositions and inverses of factors, with damping, in stacks, surviving failures."""

@@ -1,0 +1,115 @@
+"""Eigendecompositions and inverses that never end a run.
+
+Each function takes a stack of symmetric matrices and climbs a ladder for the ones that fail: as they are, in
+float64, in float64 with a little added to the diagonal.
+What still fails is reported, so that the caller can keep what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._C import _LinAlgError as LinAlgError
+
+_JITTER = 1e-6  # relative to the largest diagonal entry
+
+
+@dataclass(frozen=True)
+class Eigen:
+    """Eigenvalues (K, n), never negative, eigenvectors (K, n, n), and which of the stack could not be decomposed."""
+
+    values: Tensor
+    vectors: Tensor
+    failed: list[bool]
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """Inverses (K, n, n), and which of the stack could not be inverted."""
+
+    matrices: Tensor
+    failed: list[bool]
+
+
+def symmetric_eigen(stack: Tensor) -> Eigen:
+    """Eigendecomposition of a stack (K, n, n)."""
+    (values, vectors), failed = _climb(_eigh, stack)
+    return Eigen(values.clamp_(min=0), vectors, failed)
+
+
+def symmetric_inverse(stack: Tensor) -> Inverse:
+    """Inverse of a stack (K, n, n) of positive definite matrices, by Cholesky."""
+    (matrices,), failed = _climb(_cholesky_inverse, stack)
+    return Inverse(matrices, failed)
+
+
+Results = tuple[Tensor, ...]
+
+
+def _eigh(stack: Tensor) -> Results:
+    values, vectors = torch.linalg.eigh(stack)
+    return values, vectors
+
+
+def _cholesky_inverse(stack: Tensor) -> Results:
+    lower, info = torch.linalg.cholesky_ex(stack)
+    inverse = torch.cholesky_inverse(lower)
+    # cholesky_ex does not raise: a failure becomes NaN and is seen with the other non-finite results.
+    return (torch.where(info[:, None, None] == 0, inverse, torch.nan),)
+
+
+def _climb(function: Callable[[Tensor], Results], stack: Tensor) -> tuple[Results, list[bool]]:
+    results = _attempt(function, stack)
+    if results is not None:
+        good = _finite(results)
+        if all(good):
+            return results, [False] * len(good)
+    else:
+        good = [False] * stack.shape[0]
+        results = tuple(torch.zeros_like(part) for part in _template(function, stack))
+    failed = [False] * len(good)
+    for index, fine in enumerate(good):
+        if fine:
+            continue
+        repaired = _repair(function, stack[index : index + 1])
+        failed[index] = repaired is None
+        if repaired is not None:
+            for part, new in zip(results, repaired, strict=True):
+                part[index] = new[0]
+    return results, failed
+
+
+def _repair(function: Callable[[Tensor], Results], matrix: Tensor) -> Results | None:
+    """The same matrix alone, in float64, then with jitter."""
+    if not bool(torch.isfinite(matrix).all()):
+        return None
+    wide = matrix.double()
+    wide = (wide + wide.mT) / 2
+    largest = wide.diagonal(dim1=-2, dim2=-1).abs().amax().clamp(min=torch.finfo(matrix.dtype).tiny)
+    identity = torch.eye(matrix.shape[-1], dtype=wide.dtype, device=wide.device)
+    for jitter in (0.0, _JITTER):
+        results = _attempt(function, wide + jitter * largest * identity)
+        if results is not None and all(_finite(results)):
+            return tuple(part.to(matrix.dtype) for part in results)
+    return None
+
+
+def _attempt(function: Callable[[Tensor], Results], stack: Tensor) -> Results | None:
+    try:
+        return function(stack)
+    except LinAlgError:
+        return None
+
+
+def _template(function: Callable[[Tensor], Results], stack: Tensor) -> Results:
+    matrices = torch.empty_like(stack)
+    return (torch.empty_like(stack[..., 0]), matrices) if function is _eigh else (matrices,)
+
+
+def _finite(results: Results) -> list[bool]:
+    flags = [torch.isfinite(part).flatten(1).all(1) for part in results]
+    good: list[bool] = torch.stack(flags).all(0).tolist()
+    return good

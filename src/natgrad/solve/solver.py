@@ -1,0 +1,141 @@
+"""Solving many blocks at once: equal sizes go through one batched decomposition.
+
+A `Side` is the solved form of one factor: eigenvectors and eigenvalues, or a damped inverse. Sides outlive a failed
+refresh: what cannot be decomposed anew keeps
+its last good form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.kronecker import Estimate
+from natgrad.solve.damping import factored_damping
+from natgrad.solve.linalg import symmetric_eigen, symmetric_inverse
+
+SOLVERS = ("eigen", "inverse")
+# Factors of one size are stacked up to this many elements; larger ones gain nothing from it and would need the memory
+# twice.
+_STACK_ELEMENTS = 2**24
+
+
+@dataclass
+class Side:
+    """One solved factor. `matrix` holds eigenvectors or an inverse, (stack, n, n); None for the eigenbasis of a
+    diagonal factor.
+
+    `values` holds eigenvalues, or the inverse of a diagonal factor, (stack, n); None for a dense inverse.
+    """
+
+    matrix: Tensor | None
+    values: Tensor | None
+
+    def update(self, new: Side, failed: Sequence[bool]) -> None:
+        """Takes over a newer solution, in place, except where it failed."""
+        for own, other in ((self.matrix, new.matrix), (self.values, new.values)):
+            if own is None or other is None:
+                continue
+            if any(failed):
+                for index, lost in enumerate(failed):
+                    if not lost:
+                        own[index].copy_(other[index])
+            else:
+                own.copy_(other)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """New sides by key, and which of each stack failed."""
+
+    sides: dict[Hashable, Side]
+    failed: dict[Hashable, list[bool]]
+
+
+def solve_eigen(factors: Mapping[Hashable, Tensor]) -> Solved:
+    """Eigendecompositions of factors (stack, n, n); a diagonal factor (stack, n) is its own."""
+    sides: dict[Hashable, Side] = {}
+    failed: dict[Hashable, list[bool]] = {}
+    for key, factor in factors.items():
+        if factor.dim() == 2:
+            sides[key], failed[key] = Side(None, factor.clamp(min=0)), [False] * factor.shape[0]
+    for keys, stack in _stacks(factors):
+        result = symmetric_eigen(stack)
+        lost = list(result.failed)
+        for index in (i for i, bad in enumerate(lost) if bad):
+            # Without an earlier decomposition the factor's diagonal must do.
+            result.vectors[index] = torch.eye(stack.shape[-1], dtype=stack.dtype, device=stack.device)
+            result.values[index] = stack[index].diagonal().nan_to_num(0, 0, 0).clamp(min=0)
+        for key, span in keys.items():
+            sides[key] = Side(result.vectors[span], result.values[span])
+            failed[key] = lost[span]
+    return Solved(sides, failed)
+
+
+def solve_inverse(factors: Mapping[Hashable, Tensor]) -> Solved:
+    """Inverses of damped factors (stack, n, n) or diagonals (stack, n)."""
+    sides: dict[Hashable, Side] = {}
+    failed: dict[Hashable, list[bool]] = {}
+    for key, factor in factors.items():
+        if factor.dim() == 2:
+            sides[key], failed[key] = Side(None, factor.reciprocal()), [False] * factor.shape[0]
+    for keys, stack in _stacks(factors):
+        result = symmetric_inverse(stack)
+        lost = list(result.failed)
+        for index in (i for i, bad in enumerate(lost) if bad):
+            result.matrices[index] = stack[index].diagonal().reciprocal().nan_to_num(0, 0, 0).diag_embed()
+        for key, span in keys.items():
+            sides[key] = Side(result.matrices[span], None)
+            failed[key] = lost[span]
+    return Solved(sides, failed)
+
+
+def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The two sides of a block with a factored rule's damping added, and what the product of their inverses is
+    divided by.
+    """
+    means = [side.mean(-1) if side.dim() == 2 else side.diagonal(dim1=-2, dim2=-1).mean(-1) for side in estimate.sides]
+    damped = factored_damping(rule, means, estimate.scale, damping)
+    row, column = (
+        _damp(side, multiply, add)
+        for side, multiply, add in zip(estimate.sides, damped.multiply, damped.add, strict=True)
+    )
+    return row, column, damped.divide
+
+
+def _damp(side: Tensor, multiply: Tensor, add: Tensor) -> Tensor:
+    if side.dim() == 2:
+        return side * multiply[:, None] + add[:, None]
+    damped = side * multiply[:, None, None]
+    damped.diagonal(dim1=-2, dim2=-1).add_(add[:, None])
+    return damped
+
+
+def _stacks(factors: Mapping[Hashable, Tensor]) -> list[tuple[dict[Hashable, slice], Tensor]]:
+    """Dense factors of equal size, joined; each with where its entries are."""
+    by_size: dict[int, list[list[Hashable]]] = {}
+    filled: dict[int, int] = {}
+    for key, factor in factors.items():
+        if factor.dim() != 3:
+            continue
+        size, count = factor.shape[-1], factor.numel()
+        groups = by_size.setdefault(size, [])
+        if not groups or filled[size] + count > _STACK_ELEMENTS:
+            groups.append([])
+            filled[size] = 0
+        groups[-1].append(key)
+        filled[size] += count
+    result = []
+    for groups in by_size.values():
+        for keys in groups:
+            spans: dict[Hashable, slice] = {}
+            start = 0
+            for key in keys:
+                spans[key] = slice(start, start + factors[key].shape[0])
+                start += factors[key].shape[0]
+            parts = [factors[key] for key in keys]
+            result.append((spans, parts[0] if len(parts) == 1 else torch.cat(parts)))
+    return result

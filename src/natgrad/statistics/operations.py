@@ -1,0 +1,236 @@
+"""The operations that use a weight, and the factors that one use contributes.
+
+Each operation turns what autograd saved (the activation) and what backward delivers (the derivative) into sums
+over rows: `input_factor` is the sum of a aᵀ, `output_factor` the sum of g gᵀ, both as stacks (a stack entry per
+group or head). The scale that makes a Fisher block of them is the business of `natgrad.blocks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from natgrad.statistics.gram import accumulation_dtype, second_moment
+
+# Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
+# training's own.
+_PATCH_ELEMENTS = 2**26
+
+
+class Operation(Protocol):
+    """One kind of use of a weight."""
+
+    @property
+    def diagonal_input(self) -> bool:
+        """Whether the input factor is diagonal by nature (one-hot activations)."""
+
+    @property
+    def kind(self) -> str:
+        """The name for the report."""
+
+    def rows(self, activation: Tensor) -> int | Tensor:
+        """How many (activation, derivative) pairs there are per stack entry; a tensor where only the device knows."""
+
+    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """Sum over rows of a aᵀ, with a 1 appended to each a for a bias."""
+
+    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+        """Sum over rows of g gᵀ."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product with the weight on the right (x W) or on the left (W x), possibly one per stack entry."""
+
+    weight_on_left: bool = False
+    stacked: bool = False
+
+    diagonal_input = False
+    kind = "linear"
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """→ (stack, R, n)."""
+        rows = tensor.mT if self.weight_on_left else tensor
+        return rows if self.stacked else rows.reshape(1, -1, rows.shape[-1])
+
+    def rows(self, activation: Tensor) -> int:
+        """See `Operation`."""
+        return self._rows(activation).shape[1]
+
+    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        return second_moment(self._rows(activation), homogeneous=homogeneous, diagonal=diagonal)
+
+    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        return second_moment(self._rows(derivative), diagonal=diagonal)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of any dimension, transposed or not; circular and "same" padding reach it already applied to the
+    input.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    diagonal_input = False
+
+    @property
+    def kind(self) -> str:
+        """See `Operation`."""
+        return "transposed convolution" if self.transposed else "convolution"
+
+    def places(self, size: torch.Size) -> tuple[int, ...]:
+        """Output places per spatial axis for an input of shape (N, C, *spatial)."""
+        geometry = zip(
+            size[2:], self.kernel, self.stride, self.padding, self.dilation, self.output_padding, strict=True
+        )
+        if self.transposed:
+            return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in geometry)
+        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in geometry)
+
+    def rows(self, activation: Tensor) -> int:
+        """See `Operation`."""
+        return activation.shape[0] * math.prod(self.places(activation.shape))
+
+    def patches(self, activation: Tensor) -> Tensor:
+        """(N, C, *spatial) → (groups, N · places, C / groups · kernel elements): what each output place sees."""
+        view = self._patch_view(activation)
+        groups, _, channels = view.shape[:3]
+        kernel = len(self.kernel)
+        order = (0, 1, *range(3, 3 + kernel), 2, *range(3 + kernel, 3 + 2 * kernel))
+        return view.permute(order).reshape(groups, -1, channels * math.prod(self.kernel))
+
+    def _patch_view(self, x: Tensor) -> Tensor:
+        """→ a view (groups, N, C / groups, *places, *kernel) of the padded input."""
+        if self.transposed:
+            x, stride = self._zero_inserted(x), (1,) * len(self.kernel)
+        else:
+            x, stride = _padded(x, [(p, p) for p in self.padding]), self.stride
+        cases, channels = x.shape[:2]
+        places = [
+            (n - d * (k - 1) - 1) // s + 1
+            for n, k, s, d in zip(x.shape[2:], self.kernel, stride, self.dilation, strict=True)
+        ]
+        per_group = channels // self.groups
+        spatial = x.stride()[2:]
+        view = x.as_strided(
+            (self.groups, cases, per_group, *places, *self.kernel),
+            (
+                per_group * x.stride(1),
+                x.stride(0),
+                x.stride(1),
+                *(t * s for t, s in zip(spatial, stride, strict=True)),
+                *(t * d for t, d in zip(spatial, self.dilation, strict=True)),
+            ),
+            x.storage_offset(),
+        )
+        # A transposed convolution walks its kernel backwards over the zero-inserted input.
+        return view.flip(tuple(range(view.dim() - len(self.kernel), view.dim()))) if self.transposed else view
+
+    def _zero_inserted(self, x: Tensor) -> Tensor:
+        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], self.stride, strict=True)]
+        spread = x.new_zeros(*x.shape[:2], *sizes)
+        spread[(slice(None), slice(None), *(slice(None, None, s) for s in self.stride))] = x
+        margins = [
+            (d * (k - 1) - p, d * (k - 1) - p + o)
+            for k, p, d, o in zip(self.kernel, self.padding, self.dilation, self.output_padding, strict=True)
+        ]
+        return _padded(spread, margins)
+
+    def _chunks(self, x: Tensor) -> Iterator[Tensor]:
+        per_case = x.shape[1] * math.prod(self.kernel) * math.prod(self.places(x.shape))
+        yield from x.split(max(1, _PATCH_ELEMENTS // max(1, per_case)))
+
+    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        total = None
+        for part in self._chunks(activation):
+            moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal)
+            total = moment if total is None else total.add_(moment)
+        assert total is not None, "split yields at least one chunk"
+        return total
+
+    def _chunk_factor(self, x: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """Sum over rows for a few cases, with the patches copied along the direction in which memory runs."""
+        view = self._patch_view(x)
+        groups, _, channels = view.shape[:3]
+        axes = len(self.kernel)
+        elements = channels * math.prod(self.kernel)
+        if x.stride(1) != 1 or axes == 0:
+            # (group, channel, kernel, case, place): neighbouring places are neighbours in memory.
+            order = (0, 2, *range(3 + axes, 3 + 2 * axes), 1, *range(3, 3 + axes))
+            rows = view.permute(order).reshape(groups, elements, -1).mT
+            return second_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        # Channels last: copy (group, case, place, kernel, channel) and put the small result into the weight's order.
+        order = (0, 1, *range(3, 3 + 2 * axes), 2)
+        rows = view.permute(order).reshape(groups, -1, elements)
+        moment = second_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        by_channel = torch.arange(elements, device=x.device).reshape(-1, channels).mT.reshape(-1)
+        if homogeneous:
+            by_channel = torch.cat([by_channel, by_channel.new_full((1,), elements)])
+        moment = moment.index_select(1, by_channel)
+        return moment if diagonal else moment.index_select(2, by_channel)
+
+    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        cases, channels = derivative.shape[:2]
+        grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
+        if derivative.stride(1) != 1:
+            rows = grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1).mT
+        else:
+            rows = grouped.permute(1, 0, 3, 2).reshape(self.groups, -1, channels // self.groups)
+        return second_moment(rows, diagonal=diagonal)
+
+
+def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
+    if not any(before or after for before, after in margins):
+        return x
+    return functional.pad(x, [margin for pair in reversed(margins) for margin in pair])
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A table look-up: the activation is a one-hot row, so the input factor is diagonal (how often each entry was
+    read).
+    """
+
+    entries: int
+    padding_index: int
+
+    diagonal_input = True
+    kind = "embedding"
+
+    def _counted(self, indices: Tensor) -> Tensor:
+        """1 where the look-up trains its entry, 0 at the padding index, whose gradient autograd drops."""
+        return (indices != self.padding_index).flatten()
+
+    def rows(self, activation: Tensor) -> int | Tensor:
+        """See `Operation`."""
+        return activation.numel() if self.padding_index < 0 else self._counted(activation).sum()
+
+    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        counts = torch.zeros(self.entries, dtype=torch.float32, device=activation.device)
+        counts.index_add_(0, activation.flatten(), self._counted(activation).to(counts.dtype))
+        return counts.unsqueeze(0)
+
+    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        rows = derivative.reshape(1, -1, derivative.shape[-1])
+        if self.padding_index >= 0:
+            rows = rows * self._counted(activation).to(rows.dtype)[None, :, None]
+        return second_moment(rows, diagonal=diagonal).to(accumulation_dtype(rows.dtype))
