@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C import _LinAlgError as LinAlgError
 
 _JITTER = 1e-6  # relative to the largest diagonal entry
 
@@ -100,7 +99,9 @@ def _repair(function: Callable[[Tensor], Results], matrix: Tensor) -> Results | 
 def _attempt(function: Callable[[Tensor], Results], stack: Tensor) -> Results | None:
     try:
         return function(stack)
-    except LinAlgError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # LinAlgError, and what cuSOLVER reports in its own words
         return None
 
 
