@@ -138,13 +138,18 @@ def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor)
     if consumer.argument != 1 or view.shape != parameter.shape or view.stride() != _plain_strides(parameter):
         return None
     kernel = tuple(parameter.shape[2:])
+
+    def each(name: str) -> tuple[int, ...]:
+        values = tuple(saved(node, name))
+        return values * len(kernel) if len(values) == 1 else values  # padding="valid" is saved as one number
+
     operation = Convolution(
         kernel=kernel,
-        stride=tuple(saved(node, "stride")),
-        padding=tuple(saved(node, "padding")),
-        dilation=tuple(saved(node, "dilation")),
+        stride=each("stride"),
+        padding=each("padding"),
+        dilation=each("dilation"),
         transposed=bool(saved(node, "transposed")),
-        output_padding=tuple(saved(node, "output_padding")),
+        output_padding=each("output_padding"),
         groups=int(saved(node, "groups")),
     )
     groups = operation.groups

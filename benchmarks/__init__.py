@@ -1,0 +1,1 @@
+"""Benchmarks of natgrad; run them from the repository root with ``python -m benchmarks.<name>``."""
