@@ -14,7 +14,9 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, list[dict[str, Tensor]]] = {}
-        self.handles = [m.register_forward_hook(self._hook(name), with_kwargs=True) for name, m in model.named_modules()]
+        self.handles = [
+            m.register_forward_hook(self._hook(name), with_kwargs=True) for name, m in model.named_modules()
+        ]
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -93,7 +95,9 @@ def patches(module: Any, x: Tensor) -> Tensor:
                             index %= x.shape[2 + axis]
                     position.append(index)
                 if all(0 <= i < n for i, n in zip(position, x.shape[2:], strict=True)):
-                    row[(slice(None), slice(None), *offset)] = x[(case, slice(None), *position)].reshape(groups, per_group)
+                    row[(slice(None), slice(None), *offset)] = x[(case, slice(None), *position)].reshape(
+                        groups, per_group
+                    )
             rows.append(row.reshape(groups, -1))
     return torch.stack(rows, dim=1)
 

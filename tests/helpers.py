@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import natgrad
 import torch
 from torch import Tensor, nn
+
+import natgrad
 
 Loss = Callable[[Any], Tensor]
 

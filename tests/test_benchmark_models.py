@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # `pytest` alone, unlike `python -m pytest`, does not see the root
 
-from benchmarks.models import cifar_resnet, resnet50  # noqa: E402
+from benchmarks.models import cifar_resnet, resnet50
 
 
 def parameters(model: nn.Module) -> int:

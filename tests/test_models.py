@@ -1,4 +1,6 @@
-"""One step on many kinds of model: finite, every parameter in the report, factors equal to a hand computation from module hooks."""
+"""One step on many kinds of model: finite, every parameter in the report, factors equal to a hand computation from
+module hooks.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import hand
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import gradients
-from natgrad import KFAC
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+import hand
+from helpers import gradients
+from natgrad import KFAC
 
 BATCH = 4
 
@@ -268,9 +271,7 @@ def test_one_step(name: str) -> None:
     assert checked > 0
 
 
-def compare_with_hand(
-    kfac: KFAC, model: nn.Module, recorder: hand.Recorder, terms: int, *, loose: bool = False
-) -> int:
+def compare_with_hand(kfac: KFAC, model: nn.Module, recorder: hand.Recorder, terms: int, *, loose: bool = False) -> int:
     """Checks every block that belongs to one module alone; returns how many there were."""
     tolerance = {"rtol": 0.05, "atol": 0.02} if loose else {"rtol": 1e-9, "atol": 1e-9}
     if not loose and next(model.parameters()).dtype != torch.float64:

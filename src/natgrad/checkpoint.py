@@ -16,6 +16,17 @@ from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.solve.solver import Side
 
 VERSION = 1
+_KEYS = (
+    "solver",
+    "step",
+    "factors_at",
+    "refreshed_at",
+    "stale",
+    "metrics",
+    "generator",
+    "blocks",
+    "decompositions",
+)
 
 
 def save_blocks(registry: Registry) -> dict[str, Any]:
@@ -49,6 +60,9 @@ def load_blocks(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> l
     version = state.get("version")
     if version != VERSION:
         raise ValueError(f"this is not a natgrad checkpoint of version {VERSION} (version: {version!r})")
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {', '.join(map(repr, missing))}")
     factors: dict[str, Factor] = {}
     return [_load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
 

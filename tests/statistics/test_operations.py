@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import hand
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import hand
 from natgrad import KFAC
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.operations import Embedding
-from torch import nn
 
 LAYERS = {
     (1, False): nn.Conv1d,

@@ -53,11 +53,8 @@ def divisor(rule: str, values: Sequence[Tensor], scale: Tensor, damping: float) 
     """
     row, column = values
     if rule == "joint":
-        return torch.baddbmm(
-            torch.as_tensor(damping, dtype=row.dtype, device=row.device),
-            (row * scale[:, None])[:, :, None],
-            column[:, None, :],
-        )
+        lam = row.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
+        return torch.baddbmm(lam, (row * scale[:, None])[:, :, None], column[:, None, :])
     damped = factored_damping(rule, [side.mean(-1) for side in values], scale, damping)
     row, column = (
         side * multiply[:, None] + add[:, None]

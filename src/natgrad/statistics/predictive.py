@@ -43,6 +43,10 @@ class Derivative:
 class Predicted(Protocol):
     """The distribution of one output."""
 
+    @property
+    def terms(self) -> float:
+        """How many predictions it holds."""
+
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         """For targets drawn from the distribution."""
 
@@ -55,6 +59,10 @@ class _Elements:
     """Common to the built-in distributions: a root with its classes moved last, (cases, places, classes)."""
 
     root: Tensor
+
+    @property
+    def terms(self) -> float:
+        return count_predictions(self.root)
 
     @property
     def _values(self) -> Tensor:
@@ -126,6 +134,13 @@ class _Custom:
     """A user's `torch.distributions` object, attached to the graph through its parameters."""
 
     distribution: distributions.Distribution
+
+    @property
+    def terms(self) -> float:
+        """A categorical or vector-valued batch entry is one prediction, a scalar one an element of it."""
+        own = self.distribution
+        whole = bool(own.event_shape) or isinstance(own, distributions.Categorical) or len(own.batch_shape) < 2
+        return (own.batch_shape if whole else own.batch_shape[:-1]).numel()
 
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         if generator is not None:

@@ -42,11 +42,17 @@ class Window:
         output are counted.
         """
         prediction = outputs.prediction(output)
-        if terms is None and (prediction is None or (self.fisher != "empirical" and callable(self.predictive))):
-            terms = self._count(output, prediction)
+        distribution = None
+        if self.fisher != "empirical":
+            distribution = predicted(self.predictive, output, prediction)
+            terms = distribution.terms if terms is None else terms
         elif terms is None and prediction is not None:
             terms = count_predictions(prediction)
         if terms is None:
+            self.problem = (
+                "the model's output holds no prediction tensor to count loss terms in: pass loss_terms= "
+                "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
+            )
             return
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
@@ -79,30 +85,20 @@ class Window:
             return
         current = Pass(terms)
         self._passes.append(current)
-        if self.fisher == "empirical":
+        if distribution is None:
             self.watch.keep(current.listen(taps))
-            return
-        distribution = predicted(self.predictive, output, prediction)
-        derivatives = [distribution.sampled(self.generator)] if self.fisher == "sampled" else distribution.exact()
-        self.watch.keep(current.differentiate(taps, derivatives, graph.roots))
-
-    def _count(self, output: Any, prediction: Tensor | None) -> float | None:
-        if callable(self.predictive) and self.fisher != "empirical":
-            shape = self.predictive(output)
-            event = bool(shape.event_shape) or isinstance(shape, torch.distributions.Categorical)
-            batch = shape.batch_shape if event or len(shape.batch_shape) < 2 else shape.batch_shape[:-1]
-            return float(batch.numel())
-        self.problem = (
-            "the model's output holds no prediction tensor to count loss terms in: pass loss_terms= "
-            "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
-        )
-        return None
+        else:
+            sampled = self.fisher == "sampled"
+            derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
+            self.watch.keep(current.differentiate(taps, derivatives, graph.roots))
 
     def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:
         if "CheckpointFunction" not in graph:
             return
         hidden = [name for name, parameter in parameters.items() if id(parameter) not in graph.leaves]
         if hidden:
+            reason = "hidden by reentrant activation checkpointing: use use_reentrant=False"
+            self.unrecognised |= dict.fromkeys(hidden, reason)
             raise RuntimeError(
                 f"reentrant activation checkpointing hides {', '.join(hidden[:3])}{' ...' if len(hidden) > 3 else ''} "
                 "from K-FAC: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), which is exact, "

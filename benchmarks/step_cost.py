@@ -1,0 +1,762 @@
+"""What a step of K-FAC costs, as a ratio to the same step of SGD.
+
+    python -m benchmarks.step_cost                      # the suite of this machine: cpu, or h200 where there is a GPU
+    python -m benchmarks.step_cost --model resnet50 --batch 128 --precision bf16 --solver eigen --profile
+
+Three kinds of step are timed apart: one that only preconditions, one that takes statistics too (*factor*), and one
+that also decomposes the factors (*decompose*). What K-FAC costs at given intervals follows by counting: at 10/100
+(statistics every 10 steps, decompositions every 100), 100 steps are 90 that only precondition, 9 factor steps and
+1 decomposition step. ``--loop N`` checks that by the mean over N steps of a real loop.
+
+All methods take turns in each round, a ratio compares medians of the same round, and its median over rounds is
+reported with the range: a machine's speed drifts more than the methods differ. Where others use the machine too, look
+at the row *best*, which compares the fastest steps of all rounds.
+
+Precision: fp32 means no TF32 anywhere. tf32 allows it in products and convolutions. bf16 is autocast with
+channels-last weights and images; what stays in float32 there (K-FAC's own products) may use TF32 on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad
+from benchmarks.models import cifar_resnet, resnet50
+
+STEP, PRECONDITION, FACTOR, DECOMPOSE = "step", "precondition", "factor", "decompose"
+KINDS = (PRECONDITION, FACTOR, DECOMPOSE)
+SOLVERS = ("eigen", "inverse")
+PRECISIONS = ("fp32", "tf32", "bf16")
+_NEVER = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How to build a network and what it takes."""
+
+    build: Callable[[], nn.Module]
+    image: int
+    classes: int
+
+
+NETWORKS = {
+    "resnet20": Network(build=lambda: cifar_resnet(depth=20), image=32, classes=10),
+    "resnet32": Network(build=lambda: cifar_resnet(depth=32), image=32, classes=10),
+    "resnet50": Network(build=resnet50, image=224, classes=1000),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One workload."""
+
+    model: str
+    batch: int
+    precision: str
+    image: int
+
+    def __str__(self) -> str:
+        return f"{self.model} batch {self.batch} {self.image}x{self.image} {self.precision}"
+
+
+def _configuration(model: str, batch: int, precision: str) -> Configuration:
+    return Configuration(model=model, batch=batch, precision=precision, image=NETWORKS[model].image)
+
+
+SUITES = {
+    "cpu": [_configuration("resnet20", 128, "fp32")],
+    "h200": [
+        _configuration("resnet32", 128, "tf32"),
+        *(_configuration("resnet50", batch, precision) for precision in ("tf32", "bf16") for batch in (32, 128)),
+    ],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """How often statistics are taken and factors decomposed, in steps."""
+
+    factor: int
+    inverse: int
+
+    def __str__(self) -> str:
+        return f"{self.factor}/{self.inverse}"
+
+    def amortised(self, cost: dict[str, float]) -> float:
+        """The mean cost of a step, from the cost of each kind: a decomposition step takes statistics too."""
+        taking = self.inverse // self.factor
+        counts = {PRECONDITION: self.inverse - taking, FACTOR: taking - 1, DECOMPOSE: 1}
+        return sum(count * cost[kind] for kind, count in counts.items()) / self.inverse
+
+
+INTERVALS = (Intervals(factor=10, inverse=100), Intervals(factor=1, inverse=10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure."""
+
+    solvers: tuple[str, ...]
+    rounds: int
+    steps: int
+    budget: float
+    compile_sgd: bool
+    loop: int
+    profile: bool
+    json: Path | None
+
+
+# The machine
+
+
+class Device:
+    """A torch device, with a clock and a memory gauge. On the CPU there is no gauge."""
+
+    def __init__(self, name: str) -> None:
+        self.torch = torch.device(name)
+        self.is_cuda = self.torch.type == "cuda"
+
+    def __str__(self) -> str:
+        if self.is_cuda:
+            return str(torch.cuda.get_device_name(self.torch))
+        return f"cpu ({torch.get_num_threads()} threads)"
+
+    def now(self) -> float:
+        """Seconds, once all work so far is done."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+        return time.perf_counter()
+
+    def allocated(self) -> int:
+        """Bytes in use by tensors."""
+        return torch.cuda.memory_allocated(self.torch) if self.is_cuda else 0
+
+    def reset_peak(self) -> None:
+        """Starts a new measurement of peak memory."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def peak(self) -> int | None:
+        """Most bytes in use at a time since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.torch) if self.is_cuda else None
+
+    def set_precision(self, precision: str) -> None:
+        """Process-wide. By the older switches: torch refuses to answer about them once the newer ones were used."""
+        if precision == "tf32" and not self.is_cuda:
+            raise ValueError("tf32 needs a GPU")
+        fast = precision != "fp32" and self.is_cuda
+        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.backends.cudnn.allow_tf32 = fast
+        torch.backends.cudnn.benchmark = True
+
+    def settle(self) -> None:
+        """Frees what nobody uses, and makes cuBLAS allocate its lasting workspaces (of this thread and of autograd's)
+        now, so that they are counted for no method.
+        """
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            layer = nn.Linear(64, 64, device=self.torch)
+            layer(torch.ones(64, 64, device=self.torch)).sum().backward()
+
+
+# Training
+
+
+class Workload:
+    """A configuration on a device, with its one batch of random data."""
+
+    def __init__(self, configuration: Configuration, device: Device) -> None:
+        self.configuration = configuration
+        self.device = device
+        self._network = NETWORKS[configuration.model]
+        self._half = configuration.precision == "bf16"
+        self._format = torch.channels_last if self._half else torch.contiguous_format
+        generator = torch.Generator().manual_seed(0)
+        size = (configuration.batch, 3, configuration.image, configuration.image)
+        images = torch.randn(size, generator=generator).to(device.torch)
+        self.images = images.contiguous(memory_format=self._format)
+        labels = torch.randint(self._network.classes, (configuration.batch,), generator=generator)
+        self.labels = labels.to(device.torch)
+
+    @property
+    def data_bytes(self) -> int:
+        """What every method holds besides its model."""
+        return self.images.nbytes + self.labels.nbytes
+
+    def model(self) -> nn.Module:
+        """A new model, always with the same initial weights."""
+        torch.manual_seed(0)
+        model = self._network.build().to(self.device.torch)
+        model.to(memory_format=self._format)  # type: ignore[call-overload]  # missing in the stubs
+        return model
+
+    def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
+        """The training loss of the batch."""
+        with torch.autocast(self.device.torch.type, dtype=torch.bfloat16, enabled=self._half):
+            return functional.cross_entropy(model(self.images), self.labels)
+
+
+Mark = Callable[[str], None]
+
+
+class Trainer:
+    """A model, SGD, and K-FAC in front of it where options for it are given."""
+
+    def __init__(self, work: Workload, *, kfac: dict[str, Any] | None = None, compiled: bool = False) -> None:
+        self._work = work
+        model = work.model()
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.kfac = None if kfac is None else natgrad.KFAC(model, optimizer=self._optimizer, **kfac)
+
+    def step(self, *, mark: Mark = lambda phase: None) -> None:
+        """One step of training; `mark` is called at the end of each phase."""
+        self._optimizer.zero_grad()
+        loss = self._work.loss(self._forward)
+        mark("forward")
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        mark("backward")
+        if self.kfac is not None:
+            self.kfac.step()
+            mark("kfac.step")
+        self._optimizer.step()
+        mark("optimizer.step")
+
+    def timed(self) -> float:
+        """Seconds of one step, alone on the device."""
+        start = self._work.device.now()
+        self.step()
+        return self._work.device.now() - start
+
+    def mean(self, steps: int) -> float:
+        """Seconds a step when nobody waits for the device in between."""
+        start = self._work.device.now()
+        for _ in range(steps):
+            self.step()
+        return (self._work.device.now() - start) / steps
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of one step."""
+        now = self._work.device.now
+        ends = [("", now())]
+        self.step(mark=lambda phase: ends.append((phase, now())))
+        return {ends[i][0]: ends[i][1] - ends[i - 1][1] for i in range(1, len(ends))}
+
+
+class Plan:
+    """Which step of a KFAC does what: its intervals, as callables of the step. Steps not planned only precondition.
+
+    A KFAC decides at the end of a step whether the next one takes statistics, so a plan has to be made one step
+    ahead.
+    """
+
+    def __init__(self) -> None:
+        self._kinds = [DECOMPOSE]  # the first step always is one
+
+    def add(self, kinds: Iterable[str]) -> None:
+        """Continues the plan."""
+        self._kinds += kinds
+
+    def options(self) -> dict[str, Callable[[int], int]]:
+        """For KFAC."""
+        return {"factor_update_steps": self._factor_interval, "inv_update_steps": self._inverse_interval}
+
+    def _factor_interval(self, step: int) -> int:
+        return _NEVER if self._kind(step) == PRECONDITION else 1
+
+    def _inverse_interval(self, step: int) -> int:
+        return 1 if self._kind(step) == DECOMPOSE else _NEVER
+
+    def _kind(self, step: int) -> str:
+        return self._kinds[step] if step < len(self._kinds) else PRECONDITION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Some steps of one kind: seconds of the median step and of the fastest, and the device's peak memory."""
+
+    seconds: float
+    best: float
+    peak: int | None
+
+
+class Method:
+    """A trainer in its turns."""
+
+    def __init__(self, name: str, work: Workload, *, solver: str | None = None, compiled: bool = False) -> None:
+        self.name = name
+        self.solver = solver
+        self._device = work.device
+        self._device.settle()
+        before = self._device.allocated() - work.data_bytes
+        self._plan = None if solver is None else Plan()
+        options = None if self._plan is None else {"solver": solver, **self._plan.options()}
+        self.trainer = Trainer(work, kfac=options, compiled=compiled)
+        self.trainer.step()
+        self._check_first_of_each_kind()
+        # Memory is measured now: later, other methods' models are there too. The first round is for cuDNN to choose
+        # its algorithms, which takes workspaces of its own.
+        steps = 3 if self._device.is_cuda else 1
+        segments = self.round(steps)
+        if self._device.is_cuda:
+            segments = self.round(steps)
+        self.peaks = {kind: s.peak - before for kind, s in segments.items() if s.peak is not None}
+
+    def round(self, steps: int) -> dict[str, Segment]:
+        """Takes all kinds of step, several times each. The rarer and dearer decompositions are taken less often."""
+        kinds = (STEP,) if self._plan is None else KINDS
+        counts = {kind: max(1, steps // 5) if kind == DECOMPOSE else steps for kind in kinds}
+        # Not timed: after another method's turn, caches are cold.
+        self._lead([kind for kind in kinds for _ in range(counts[kind])])
+        return {kind: self._segment(count) for kind, count in counts.items()}
+
+    def _segment(self, count: int) -> Segment:
+        self._device.reset_peak()
+        times = [self.trainer.timed() for _ in range(count)]
+        return Segment(seconds=statistics.median(times), best=min(times), peak=self._device.peak())
+
+    def _lead(self, then: Sequence[str]) -> None:
+        """Plans the next steps and takes one before them.
+
+        It lets each turn end with a K-FAC that waits for nothing: one that waits for statistics makes compiled models
+        of the whole process run eagerly.
+        """
+        if self._plan is not None:
+            self._plan.add([PRECONDITION, *then])
+        self.trainer.step()
+
+    def _check_first_of_each_kind(self) -> None:
+        """The times would be worth nothing if steps did not do what the plan says."""
+        kfac = self.trainer.kfac
+        if kfac is None:
+            return
+        self._lead(KINDS)
+        for kind in KINDS:
+            self.trainer.step()
+            metrics = kfac.metrics()
+            did = (metrics["factor_age"] == 0, metrics["decomposition_age"] == 0)
+            if did != (kind != PRECONDITION, kind == DECOMPOSE):
+                raise RuntimeError(f"a step planned as {kind!r} (took statistics, decomposed) = {did}")
+
+    def troubles(self) -> str | None:
+        """What K-FAC counted that makes its steps cheaper or dearer than usual."""
+        if self.trainer.kfac is None:
+            return None
+        metrics = self.trainer.kfac.metrics()
+        names = ("rejected_statistics", "failed_decompositions", "skipped_steps")
+        return ", ".join(f"{metrics[name]} {name}" for name in names if metrics[name]) or None
+
+    def stop(self) -> None:
+        """After a failure: K-FAC must not go on waiting for statistics, see `_lead`."""
+        if self.trainer.kfac is not None:
+            self.trainer.kfac.detach()
+
+    def single(self, kind: str, take: Callable[[Trainer], Any]) -> Any:
+        """What `take` makes of one step of a kind."""
+        self._lead([] if self._plan is None else [kind])
+        return take(self.trainer)
+
+
+# Measuring
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one method costs. Seconds by kind of step: the medians of each round, and of the fastest step of all."""
+
+    name: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    loops: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    trouble: str | None = None
+
+    @property
+    def peak(self) -> int | None:
+        """Most memory over all kinds of step."""
+        return max(self.peaks.values(), default=None)
+
+    def median_ms(self) -> dict[str, float]:
+        """By kind of step."""
+        return {kind: 1e3 * statistics.median(times) for kind, times in self.seconds.items()}
+
+    def ratios(self, baseline: Result) -> dict[str, list[float]]:
+        """To the baseline's step in the same round, by kind of step; empty where one of both failed."""
+        steps = baseline.seconds.get(STEP, [])
+        by_kind = {
+            kind: [own / other for own, other in zip(times, steps, strict=False)]
+            for kind, times in self.seconds.items()
+        }
+        return {kind: ratios for kind, ratios in by_kind.items() if ratios}
+
+    def ratio(self, baseline: Result) -> dict[str, float]:
+        """Medians over rounds, by kind of step."""
+        return {kind: statistics.median(ratios) for kind, ratios in self.ratios(baseline).items()}
+
+    def best_ratio(self, baseline: Result) -> dict[str, float]:
+        """Of the fastest steps, by kind of step."""
+        if STEP not in baseline.best:
+            return {}
+        return {kind: seconds / baseline.best[STEP] for kind, seconds in self.best.items()}
+
+    def add(self, segments: dict[str, Segment]) -> None:
+        """Takes in a round."""
+        for kind, segment in segments.items():
+            self.seconds.setdefault(kind, []).append(segment.seconds)
+            self.best[kind] = min(segment.best, self.best.get(kind, math.inf))
+
+
+def amortised(ratio: dict[str, float]) -> dict[str, float]:
+    """The ratios at the usual intervals, from those of each kind of step."""
+    if not all(kind in ratio for kind in KINDS):
+        return {}
+    return {str(intervals): intervals.amortised(ratio) for intervals in INTERVALS}
+
+
+@contextmanager
+def failing_into(result: Result) -> Iterator[None]:
+    """Whatever goes wrong is printed and kept as text, and the benchmark goes on."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip()
+        result.error = text.splitlines()[0]
+        print(f"\n{result.name} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def measure(work: Workload, settings: Settings) -> list[Result]:
+    """All methods in turns; SGD first."""
+    start = time.perf_counter()
+    planned: list[tuple[str, dict[str, Any]]] = [("SGD", {})]
+    if settings.compile_sgd:
+        planned.append(("SGD compiled", {"compiled": True}))
+    planned += [(f"K-FAC {solver}", {"solver": solver}) for solver in settings.solvers]
+    results = [Result(name=name) for name, _ in planned]
+    methods: list[tuple[Method, Result]] = []
+    for (name, options), result in zip(planned, results, strict=True):
+        with failing_into(result):
+            methods.append((Method(name, work, **options), result))
+            result.peaks = methods[-1][0].peaks
+    for number in range(settings.rounds):
+        if number >= 2 and time.perf_counter() - start > settings.budget:
+            print(f"(stopped after {number} of {settings.rounds} rounds: {settings.budget:g} s are over)")
+            break
+        _one_round(methods, settings.steps)
+    for method, result in methods:
+        result.trouble = method.troubles()
+    _extras(work, [(method, result) for method, result in methods if result.error is None], settings)
+    return results
+
+
+def _one_round(methods: Iterable[tuple[Method, Result]], steps: int) -> None:
+    for method, result in methods:
+        if result.error is None:
+            with failing_into(result):
+                result.add(method.round(steps))
+            if result.error is not None:
+                method.stop()
+
+
+def _extras(work: Workload, methods: list[tuple[Method, Result]], settings: Settings) -> None:
+    sgd = next((method for method, _ in methods if method.name == "SGD"), None)
+    for method, result in methods:
+        if settings.profile and method.name != "SGD compiled":
+            with failing_into(result):
+                profile(method, work)
+        if settings.loop and sgd is not None and method.solver is not None:
+            for intervals in INTERVALS:
+                with failing_into(result):
+                    ratio = measure_loop(work, sgd.trainer, method.solver, intervals, settings.loop)
+                    result.loops[str(intervals)] = ratio
+
+
+def measure_loop(work: Workload, sgd: Trainer, solver: str, intervals: Intervals, steps: int) -> float:
+    """The mean step of a K-FAC loop over that of SGD, in turns of one period of the intervals, at least `steps` in
+    all.
+    """
+    options = {"solver": solver, "factor_update_steps": intervals.factor, "inv_update_steps": intervals.inverse}
+    trainer = Trainer(work, kfac=options)
+    assert trainer.kfac is not None, "made with options for it"
+    try:
+        for _ in range(intervals.factor + 2):
+            trainer.step()
+        # Any so many steps in a row hold the right number of each kind.
+        turns = [
+            (trainer.mean(intervals.inverse), sgd.mean(intervals.inverse))
+            for _ in range(math.ceil(steps / intervals.inverse))
+        ]
+    finally:
+        trainer.kfac.detach()
+    return sum(own for own, _ in turns) / sum(other for _, other in turns)
+
+
+# Profiling
+
+
+def profile(method: Method, work: Workload) -> None:
+    """Prints where the time of a factor step and of a step that only preconditions goes."""
+    for kind in (STEP,) if method.solver is None else (FACTOR, PRECONDITION):
+        label = "step" if kind == STEP else f"{kind} step"
+        phases: dict[str, float] = method.single(kind, Trainer.phases)
+        parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in phases.items())
+        print(f"\n{work.configuration}, {method.name}, one {label}. Phases in ms: {parts}")
+        events = method.single(kind, lambda trainer: _profiled(trainer, work.device))
+        operators = [event for event in events if event.device_type.name == "CPU"]
+        if not work.device.is_cuda:
+            _print_top("operators by CPU time", operators, "self_cpu_time_total")
+            continue
+        _print_top("operators by the GPU time of what they launch", operators, "self_device_time_total")
+        kernels = [event for event in events if event.device_type.name != "CPU"]
+        _print_top("kernels by GPU time", kernels, "self_device_time_total")
+        _print_top("operators by CPU time", operators, "self_cpu_time_total")
+
+
+def _profiled(trainer: Trainer, device: Device) -> Iterable[Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.is_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        trainer.step()
+        device.now()
+    events: Iterable[Any] = profiler.key_averages()
+    return events
+
+
+def _print_top(title: str, events: Iterable[Any], attribute: str, *, count: int = 15) -> None:
+    costs = sorted(((getattr(event, attribute), event.count, event.key) for event in events), reverse=True)
+    total = sum(cost for cost, _, _ in costs)
+    print(f"  {title} ({total / 1e3:.1f} ms in all)")
+    for cost, calls, name in costs[:count]:
+        print(f"    {cost / 1e3:9.2f} ms {cost / max(total, 1e-9):6.1%} {calls:6d} x  {name[:80]}")
+
+
+# Reporting
+
+
+def table(results: Sequence[Result]) -> str:
+    """A block of lines a method: times, ratios to SGD, their range over rounds, ratios of the fastest steps."""
+    sgd = results[0]
+    compiled = next((result for result in results if result.name == "SGD compiled"), None)
+    loops = [f"{intervals} loop" for intervals in INTERVALS] if any(result.loops for result in results) else []
+    rows = [["", "", *KINDS, *map(str, INTERVALS), *loops, "peak memory"]]
+    for result in results:
+        rows += _method_rows(result, sgd, compiled, loops)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def _method_rows(result: Result, sgd: Result, compiled: Result | None, loops: list[str]) -> list[list[str]]:
+    empty = [""] * (len(INTERVALS) + len(loops))
+    name = result.name if result.error is None else f"{result.name} (failed)"
+    memory = "-" if result.peak is None else f"{result.peak / 2**30:.2f} GiB"
+    rows = [[name, "ms", *_by_kind(result.median_ms(), "{:.1f}"), *empty, memory]]
+    if result is sgd:
+        return rows
+    for label, baseline in (("x SGD", sgd), ("x compiled", compiled)):
+        ratios = {} if baseline is None or baseline is result else result.ratios(baseline)
+        if baseline is None or not ratios:
+            continue
+        ratio = memory_ratio(result, baseline)
+        means = _by_intervals(result.ratio(baseline))
+        loop = [f"{result.loops[str(i)]:.2f}" if str(i) in result.loops else "" for i in INTERVALS[: len(loops)]]
+        if baseline is compiled:
+            loop = [""] * len(loops)  # the loop was compared with SGD
+        rows.append(["", label, *_by_kind(result.ratio(baseline)), *means, *loop, f"{ratio:.2f}" if ratio else ""])
+        if baseline is sgd:
+            spread = {kind: f"{min(values):.2f}-{max(values):.2f}" for kind, values in ratios.items()}
+            best = result.best_ratio(sgd)
+            rows.append(["", "range", *_by_kind(spread, "{}"), *empty, ""])
+            rows.append(["", "best", *_by_kind(best), *_by_intervals(best), *[""] * len(loops), ""])
+    return rows
+
+
+def _by_kind(values: Mapping[str, float | str], form: str = "{:.2f}") -> list[str]:
+    """A cell for each kind of step. SGD's has no kind: it stands under the cheapest."""
+    values = {PRECONDITION if kind == STEP else kind: value for kind, value in values.items()}
+    return [form.format(values[kind]) if kind in values else "" for kind in KINDS]
+
+
+def _by_intervals(ratio: dict[str, float]) -> list[str]:
+    means = amortised(ratio)
+    return [f"{means[str(intervals)]:.2f}" if means else "" for intervals in INTERVALS]
+
+
+def memory_ratio(result: Result, baseline: Result) -> float | None:
+    """Peak memory relative to the baseline's, where it is known."""
+    return result.peak / baseline.peak if result.peak and baseline.peak else None
+
+
+def summary(work: Workload, results: Sequence[Result]) -> str:
+    """One line."""
+    sgd = results[0]
+    parts = [f"SGD {sgd.median_ms()[STEP]:.1f} ms" if sgd.seconds else "SGD failed"]
+    for result in results[1:]:
+        ratio = result.ratio(sgd)
+        means = amortised(ratio)
+        if means:
+            parts.append(f"{result.name} " + ", ".join(f"x{mean:.2f} at {name}" for name, mean in means.items()))
+        elif STEP in ratio:
+            parts.append(f"{result.name} x{ratio[STEP]:.2f}")
+        if result.error is not None:
+            parts.append(f"{result.name} failed ({result.error[:100]})")
+    return f"{work.configuration} on {work.device}: " + "; ".join(parts)
+
+
+def records(work: Workload, results: Sequence[Result], settings: Settings) -> Iterator[dict[str, Any]]:
+    """One dictionary a method, for machines to read."""
+    sgd = results[0]
+    for result in results:
+        ratio = result.ratio(sgd)
+        yield {
+            "benchmark": "step_cost",
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "natgrad": natgrad.__version__,
+            "torch": torch.__version__,
+            "device": str(work.device),
+            **asdict(work.configuration),
+            "method": result.name,
+            "steps": settings.steps,
+            "rounds": len(next(iter(result.seconds.values()), [])),
+            "ms": result.median_ms(),
+            "ratio": ratio,
+            "ratio_range": {kind: [min(r), max(r)] for kind, r in result.ratios(sgd).items()},
+            "amortised": amortised(ratio),
+            "best_ratio": result.best_ratio(sgd),
+            "best_amortised": amortised(result.best_ratio(sgd)),
+            "loop": result.loops,
+            "peak_bytes": result.peaks,
+            "memory_ratio": memory_ratio(result, sgd),
+            "trouble": result.trouble,
+            "error": result.error,
+        }
+
+
+def report(work: Workload, results: Sequence[Result], settings: Settings) -> str:
+    """Prints the table and the summary, appends the records; returns the summary."""
+    rounds = len(results[0].seconds.get(STEP, []))
+    where = f"{work.device}, torch {torch.__version__}"
+    print(f"\n{work.configuration} on {where}, {rounds} rounds of {settings.steps} steps")
+    print(table(results))
+    for result in results:
+        if result.trouble is not None:
+            print(f"{result.name}: not all steps went well: {result.trouble}")
+        if result.error is not None:
+            print(f"{result.name}: {result.error}")
+    line = summary(work, results)
+    print(line, flush=True)
+    if settings.json is not None:
+        with settings.json.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records(work, results, settings))
+    return line
+
+
+# The command
+
+
+def run(configuration: Configuration, device: Device, settings: Settings) -> tuple[str, bool]:
+    """Measures one configuration and prints its report. Returns the summary, and whether all of it worked."""
+    whole = Result(name=str(configuration))
+    with failing_into(whole):
+        device.set_precision(configuration.precision)
+        # Otherwise the models of earlier configurations count as recompilations of this one's.
+        torch.compiler.reset()
+        work = Workload(configuration, device)
+        results = measure(work, settings)
+        return report(work, results, settings), all(result.error is None for result in results)
+    return f"{configuration}: failed ({whole.error})", False
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="What a step of K-FAC costs, as a ratio to the same step of SGD.")
+    add = parser.add_argument
+    add("--suite", choices=sorted(SUITES), help="a set of workloads; by default the one of this device")
+    add("--model", choices=sorted(NETWORKS), help="one workload instead of a suite")
+    add("--batch", type=int, help="with --model (default 128)")
+    add("--precision", choices=PRECISIONS, help="with --model (default fp32)")
+    add("--image", type=int, help="with --model: height and width (default: what the model is made for)")
+    add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
+    add("--rounds", type=int, help="turns of each method (default 5, CPU 8)")
+    add("--steps", type=int, help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
+    add("--budget", type=float, help="begin no third or later round after so many seconds (default 55, CPU 200)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
+    add("--loop", type=int, default=0, metavar="N", help="also the mean over N steps of real loops")
+    add("--profile", action="store_true", help="also where the time of single steps goes")
+    add("--json", type=Path, help="append one line of JSON a method to this file")
+    return parser
+
+
+def parsed(argv: Sequence[str] | None) -> tuple[list[Configuration], Device, Settings]:
+    """What the command line asks for."""
+    parser = arguments()
+    given = parser.parse_args(argv)
+    device = Device(given.device)
+    solvers = tuple(given.solver.split(","))
+    if not set(solvers) <= set(SOLVERS):
+        parser.error(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
+    single = [name for name in ("batch", "precision", "image") if getattr(given, name) is not None]
+    if given.model is None and single:
+        parser.error(f"--{single[0]} belongs to --model")
+    if given.model is not None and given.suite is not None:
+        parser.error("--model or --suite, not both")
+    numbers = [n for n in (given.batch, given.image, given.rounds, given.steps) if n is not None]
+    if min(numbers, default=1) < 1 or given.loop < 0:
+        parser.error("--batch, --image, --rounds and --steps are at least 1, --loop at least 0")
+    if given.model is None:
+        configurations = SUITES[given.suite or ("h200" if device.is_cuda else "cpu")]
+    else:
+        image = given.image or NETWORKS[given.model].image
+        configurations = [
+            Configuration(model=given.model, batch=given.batch or 128, precision=given.precision or "fp32", image=image)
+        ]
+    settings = Settings(
+        solvers=solvers,
+        # Many short rounds on the CPU, which is rarely ours alone.
+        rounds=given.rounds or (5 if device.is_cuda else 8),
+        steps=given.steps or (10 if device.is_cuda else 2),
+        budget=given.budget or (55.0 if device.is_cuda else 200.0),
+        compile_sgd=given.compile_sgd,
+        loop=given.loop,
+        profile=given.profile,
+        json=given.json,
+    )
+    return configurations, device, settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 where something in it failed."""
+    configurations, device, settings = parsed(argv)
+    start = time.perf_counter()
+    outcomes = [run(configuration, device, settings) for configuration in configurations]
+    if len(outcomes) > 1:
+        print("\n" + "\n".join(line for line, _ in outcomes))
+    print(f"({time.perf_counter() - start:.0f} s in all)")
+    return 0 if all(worked for _, worked in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

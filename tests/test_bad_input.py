@@ -1,0 +1,247 @@
+"""Wrong arguments and models: what the message says, and that nothing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from helpers import gradients
+from natgrad import KFAC
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def backward(model: nn.Module) -> None:
+    functional.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "eigne"}, "solver must be one of 'eigen', 'inverse', got 'eigne' .did you mean 'eigen'"),
+        ({"damping_rule": "joined"}, "did you mean 'joint'"),
+        ({"solver": "inverse", "damping_rule": "joint"}, "needs solver='eigen'"),
+        ({"fisher": "emperical"}, "did you mean 'empirical'"),
+        ({"predictive": "softmax"}, "predictive must be one of"),
+        ({"sharing": "reduced"}, "sharing must be one of"),
+        ({"damping": 0.0}, "damping must be above 0 and finite, got 0.0"),
+        ({"damping": float("nan")}, "damping must be above 0"),
+        ({"damping": "small"}, "damping must be a number or a callable"),
+        ({"factor_decay": 1.0}, "factor_decay must be at least 0 and below 1, got 1.0"),
+        ({"kl_clip": -1.0}, "kl_clip must be above 0"),
+        ({"factor_update_steps": 0}, "factor_update_steps must be at least 1"),
+        ({"inv_update_steps": 2.5}, "inv_update_steps must be a whole number"),
+        ({"loss_terms": 0}, "loss_terms must be above 0"),
+        ({"lr": -0.1}, "lr must be at least 0"),
+        ({"max_factor_size": 0}, "max_factor_size must be at least 1"),
+        ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got str"),
+        ({"dampign": 1.0}, "dampign"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    model = mlp()
+    with pytest.raises((ValueError, TypeError), match=message):
+        KFAC(model, **options)
+    assert not model._forward_hooks
+
+
+def test_a_callable_that_returns_nonsense_names_the_step() -> None:
+    model = mlp()
+    kfac = KFAC(model, lr=0.1, damping=lambda step: -1.0)
+    backward(model)
+    before = gradients(model)
+    with pytest.raises(ValueError, match="damping must be above 0 and finite, got -1.0 at step 0"):
+        kfac.step()
+    assert all(torch.equal(before[name], grad) for name, grad in gradients(model).items())
+    assert kfac.steps == 0
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(TypeError, match="takes the model itself, an nn.Module, got generator"):
+        KFAC(mlp().parameters())  # type: ignore[arg-type]
+
+
+def test_no_trainable_parameters() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        KFAC(nn.Sequential(nn.Tanh()))
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        KFAC(mlp().requires_grad_(False))
+
+
+def test_no_supported_parameters() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    _kept = KFAC(model, kl_clip=None)
+    with pytest.raises(ValueError, match=r"no parameter of this model can be preconditioned .*0\.weight: norm layer"):
+        model(torch.randn(6, 4))
+    assert not model._forward_hooks  # the model works as before
+    model(torch.randn(6, 4))
+
+
+def test_mixed_and_meta_devices() -> None:
+    model = mlp()
+    model[2] = nn.Linear(5, 3, device="meta")
+    with pytest.raises(ValueError, match=r"one device: .*0\.bias on cpu, 2\.bias on meta"):
+        KFAC(model)
+    with pytest.raises(ValueError, match="materialise the model"):
+        KFAC(nn.Linear(4, 3, device="meta"))
+
+
+def test_clip_without_a_learning_rate() -> None:
+    model = mlp()
+    kfac = KFAC(model)
+    backward(model)
+    before = gradients(model)
+    with pytest.raises(ValueError, match=r"pass optimizer= or lr=, attach\(optimizer\), or .* kl_clip=None"):
+        kfac.step()
+    assert all(torch.equal(before[name], grad) for name, grad in gradients(model).items())
+
+
+def test_step_before_backward() -> None:
+    kfac = KFAC(mlp(), lr=0.1)
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        kfac.step()
+
+
+def test_gradients_without_any_pass_of_the_model() -> None:
+    model = mlp()
+    kfac = KFAC(model, lr=0.1)
+    x = torch.randn(6, 4)
+    functional.cross_entropy(model[2](model[1](model[0](x))), torch.arange(6) % 3).backward()
+    with pytest.raises(RuntimeError, match=r"saw no forward pass .*kfac\.capture\(loss\)"):
+        kfac.step()
+
+
+def test_a_covered_parameter_with_a_gradient_but_no_statistics() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.both = nn.Linear(4, 3), nn.Linear(4, 3), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.a(x) + self.b(x.cos()) if self.both else self.a(x)
+            return result
+
+    model = Two()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    backward(model)
+    kfac.step()
+    model.both = False
+    model.zero_grad()
+    x = torch.randn(6, 4)
+    (functional.cross_entropy(model(x), torch.arange(6) % 3) + model.b(x).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"b\.weight: a gradient but no statistics .* exclude="):
+        kfac.step()
+
+
+def test_attach() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model).attach(optimizer)
+    with pytest.raises(RuntimeError, match=r"attached to an optimizer already: detach\(\)"):
+        kfac.attach(optimizer)
+    with pytest.raises(TypeError, match="attach takes a torch.optim.Optimizer, got Sequential"):
+        KFAC(model).attach(model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        KFAC(model).attach(torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+def test_an_optimizer_with_a_closure() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    KFAC(model).attach(optimizer)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 0.0
+
+    with pytest.raises(RuntimeError, match=r"call kfac\.step\(\) at the end of the closure"):
+        optimizer.step(closure)
+
+
+def test_reentrant_checkpointing_names_the_fix() -> None:
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.region, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(checkpoint(self.region, self.stem(x), use_reentrant=True))
+            return result
+
+    model = Reentrant()
+    kfac = KFAC(model, kl_clip=None)
+    with pytest.raises(RuntimeError, match=r"hides region\.weight, region\.bias from K-FAC: .*use_reentrant=False"):
+        backward(model)
+    assert "reentrant" in kfac.report()["region.weight"].reason
+    kfac = KFAC(model, kl_clip=None, exclude="region.*")
+    backward(model)
+    kfac.step()
+    assert [block.names[0] for block in kfac.blocks] == ["stem.weight", "head.weight"]
+
+
+def test_complex_and_integer_parameters_are_left_with_a_reason() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.shift = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * self.phase).real + self.shift
+
+    model = Odd()
+    kfac = KFAC(model, kl_clip=None)
+    backward(model)
+    kfac.step()
+    assert kfac.report()["phase"].reason == "complex64 parameters are not supported"
+    assert kfac.report()["shift"].reason == "int64 parameters are not supported"
+    assert kfac.report()["layer.weight"].covered
+
+
+def test_capture() -> None:
+    model = mlp()
+    kfac = KFAC(model, kl_clip=None)
+    with pytest.raises(ValueError, match="attached to its graph"):
+        kfac.capture(torch.ones(()))
+    with pytest.raises(ValueError, match="how many terms"):
+        kfac.capture(model(torch.randn(2, 4)).sum())
+    sampled = KFAC(model, kl_clip=None, fisher="sampled")
+    with pytest.raises(ValueError, match="outputs="):
+        sampled.capture(model(torch.randn(2, 4)).sum())
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact"])
+def test_predictives_that_do_not_fit_the_output(fisher: str) -> None:
+    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    _kept = KFAC(flat, kl_clip=None, fisher=fisher)
+    with pytest.raises(ValueError, match="needs an output with a class axis"):
+        flat(torch.randn(6, 4))
+    model = mlp()
+    _kept = KFAC(model, kl_clip=None, fisher=fisher, predictive=lambda out: out)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="must return a torch.distributions object, got Tensor"):
+        model(torch.randn(6, 4))
+
+
+def test_exact_fisher_of_an_unknown_distribution() -> None:
+    model = mlp()
+    _kept = KFAC(model, kl_clip=None, fisher="exact", predictive=lambda out: torch.distributions.Laplace(out, 1.0))
+    with pytest.raises(ValueError, match="use fisher='sampled'"):
+        model(torch.randn(6, 4))
+
+
+def test_to_dense_before_statistics() -> None:
+    model = mlp()
+    kfac = KFAC(model, kl_clip=None)
+    model(torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match=r"block of 0\.weight, 0\.bias has no statistics yet"):
+        kfac.blocks[0].to_dense()
