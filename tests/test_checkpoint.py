@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, before the first forward pass, plain enough for weights_only, and refused where they do not fit."""
+"""Checkpoints: bit for bit, also before the first forward pass, loaded with weights_only, refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from natgrad import KFAC
 from torch import Tensor, nn
 from torch.nn import functional
+
+from natgrad import KFAC
 
 
 def mlp() -> nn.Module:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import gradients
-from natgrad import KFAC
 from torch import Tensor, nn
 from torch.nn import functional
+
+from helpers import gradients
+from natgrad import KFAC
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

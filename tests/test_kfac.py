@@ -99,7 +99,7 @@ def test_detach_removes_every_hook_and_is_harmless_at_any_time() -> None:
 
 
 def test_a_dropped_kfac_takes_its_hooks_and_the_stance_with_it() -> None:
-    from torch._dynamo.eval_frame import _stance
+    from torch._dynamo import eval_frame
 
     model = mlp()
     kfac = KFAC(model)
@@ -108,7 +108,7 @@ def test_a_dropped_kfac_takes_its_hooks_and_the_stance_with_it() -> None:
     gc.collect()
     assert reference() is None
     assert hooks(model) == 0
-    assert _stance.stance == "default"
+    assert eval_frame._stance.stance == "default"
 
 
 def test_copies_and_pickles_of_an_armed_model_carry_a_hook_that_does_nothing() -> None:

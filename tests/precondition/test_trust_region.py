@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from natgrad.precondition.trust_region import clip
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+
 from natgrad.solve.damping import pi_weights
 
 

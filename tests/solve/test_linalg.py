@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from natgrad.solve.linalg import symmetric_eigen, symmetric_inverse
 from torch import Tensor
+
+from natgrad.solve.linalg import symmetric_eigen, symmetric_inverse
 
 
 def spd(count: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
