@@ -19,6 +19,7 @@ from natgrad.capture.watch import Watch, clean_name, innermost
 from natgrad.errors import NatgradWarning
 from natgrad.metrics import Metrics, eigenvalue_range
 from natgrad.options import Hyperparameter, Interval, Number, choice
+from natgrad.precondition.guard import Guard
 from natgrad.precondition.preconditioner import LearningRate, Preconditioner
 from natgrad.report import Report, build_report
 from natgrad.solve.damping import RULES
@@ -334,17 +335,15 @@ class KFAC:
             for name, gradient in gradients.items()
             if gradient is not None and name not in solved and gradient.layout == torch.strided and gradient.numel()
         ]
-        norms = torch._foreach_norm(others) if others else ()
         # One NaN anywhere means that this batch has no usable gradient: nothing moves, whatever is covered.
-        finite = torch.isfinite(torch.stack([norm.double() for norm in norms]).sum()) if norms else None
+        guard = Guard(others)
+        finite = guard.finite()
         clip = self._preconditioner.precondition(
             gradients, damping=damping, kappa=kappa, learning_rate=self._rate_of, finite=finite
         )
-        if clip is not None:
-            finite = clip.finite
+        finite = finite if clip is None else clip.finite
         if finite is not None:
-            for gradient in others:
-                gradient.masked_fill_(~finite, 0)
+            guard.drop_unless(finite)
             self._metrics.skipped_steps += (~finite).to(torch.int64)
         self._metrics.clip, self._metrics.damping = clip, damping
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Layout:
     row_axes: tuple[int, ...]
     column_axes: tuple[int, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         """(stack, rows, columns)."""
         stack, rows, columns = (
@@ -42,10 +43,23 @@ class Layout:
         )
         return stack, rows, columns
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The permutation of `axes` into stack, rows, columns."""
         return self.stack_axes + self.row_axes + self.column_axes
+
+    @cached_property
+    def _inverse(self) -> tuple[int, ...]:
+        return tuple(self.order.index(axis) for axis in range(len(self.order)))
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether a reshape does it: nearly always, and this is done for every layer in every step."""
+        return self.order == tuple(range(len(self.order)))
+
+    @cached_property
+    def _region_shape(self) -> tuple[int, ...]:
+        return self.parameter_shape if self.box is None else tuple(stop - start for start, stop in self.box)
 
     @property
     def label(self) -> str:
@@ -73,13 +87,16 @@ class Layout:
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """(parameter shape) → (stack, rows, columns). A view where the memory allows it."""
+        if self._in_order:
+            return self.region(tensor).reshape(self.shape)
         return self.region(tensor).reshape(self.axes).permute(self.order).reshape(self.shape)
 
     def from_matrix(self, matrix: Tensor) -> Tensor:
         """(stack, rows, columns) → the shape of `region`."""
-        inverse = [self.order.index(axis) for axis in range(len(self.order))]
-        permuted = matrix.reshape([self.axes[axis] for axis in self.order]).permute(inverse)
-        return permuted.reshape(self._region_shape())
+        if self._in_order:
+            return matrix.reshape(self._region_shape)
+        permuted = matrix.reshape([self.axes[axis] for axis in self.order]).permute(self._inverse)
+        return permuted.reshape(self._region_shape)
 
     def overlaps(self, other: Layout) -> bool:
         """Whether two regions of one parameter share an element."""
@@ -92,9 +109,6 @@ class Layout:
     def transposed(self) -> Layout:
         """The same region with rows and columns exchanged."""
         return replace(self, row_axes=self.column_axes, column_axes=self.row_axes)
-
-    def _region_shape(self) -> tuple[int, ...]:
-        return self.parameter_shape if self.box is None else tuple(stop - start for start, stop in self.box)
 
     def to_state(self) -> dict[str, Any]:
         """Plain numbers and strings, for a checkpoint."""

@@ -136,19 +136,10 @@ class Preconditioner:
         clipped = clip(torch.stack(lengths).sum(), kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
         for stack, direction in directions:
             scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
-            for member, part in zip(stack.members, stack.members_parts(scaled), strict=True):
-                matrices = part.split([layout.shape[2] for layout in member.block.layouts], dim=2)
-                for layout, matrix in zip(member.block.layouts, matrices, strict=True):
-                    gradient_of = gradients[layout.name]
-                    if gradient_of is not None:
-                        targets.append(layout.region(gradient_of))
-                        sources.append(layout.from_matrix(matrix))
-        # Into the gradients' own memory: DDP's buckets are views of it.
-        torch._foreach_copy_(targets, sources)
+            # Into the gradients' own memory: DDP's buckets are views of it.
+            torch._foreach_copy_(*stack.scatter(scaled, gradients))
         return clipped
 
 
@@ -185,10 +176,11 @@ def _squared_length(
 ) -> Tensor:
     """α² vᵀ∇, with each parameter's own learning rate."""
     rates = [[learning_rate(layout.name) for layout in member.block.layouts] for member in stack.members]
-    products = (gradient * direction).sum(1, dtype=torch.float64)
+    products = gradient * direction
     first = rates[0][0]
     if all(rate is first or (not isinstance(rate, Tensor) and rate == first) for group in rates for rate in group):
-        return products.sum() * first**2
+        return products.sum(dtype=torch.float64) * first**2
+    products = products.sum(1, dtype=torch.float64)
     total = products.new_zeros(())
     for member, part, group in zip(stack.members, stack.members_parts(products), rates, strict=True):
         widths = [layout.shape[2] for layout in member.block.layouts]

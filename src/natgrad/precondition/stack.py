@@ -109,6 +109,21 @@ class Stack:
         rotated = rotated / divisor(rule, (self._row.values(), self._column.values()), self._scale, damping)
         return self._row.times(self._column.after(rotated, transpose=True))
 
+    def scatter(self, matrix: Tensor, gradients: Mapping[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Where each member's part of (K, rows, columns) belongs in the gradients, and what is to be copied there."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        columns = [layout.shape[2] for layout in self.members[0].block.layouts]
+        sides = [matrix] if len(columns) == 1 else matrix.split(columns, dim=2)
+        for number, side in enumerate(sides):
+            for member, part in zip(self.members, self.members_parts(side), strict=True):
+                layout = member.block.layouts[number]
+                gradient = gradients[layout.name]
+                if gradient is not None:
+                    targets.append(layout.region(gradient))
+                    sources.append(layout.from_matrix(part))
+        return targets, sources
+
     def members_parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """A (K, ...) tensor split by member."""
         parts: tuple[Tensor, ...] = matrix.split(self._counts)
