@@ -153,6 +153,14 @@ def test_attach() -> None:
         KFAC(model).attach(torch.optim.SGD(mlp().parameters(), lr=0.1))
 
 
+def test_an_explicit_step_of_an_attached_kfac() -> None:
+    model = mlp()
+    kfac = KFAC(model).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    backward(model)
+    with pytest.raises(RuntimeError, match="twice would be once too often"):
+        kfac.step()
+
+
 def test_an_optimizer_with_a_closure() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, also before the first forward pass, loaded with weights_only, refused where they do not fit."""
+"""Checkpoints: bit for bit, before the first forward pass too, weights_only, refused where they do not fit."""
 
 from __future__ import annotations
 

@@ -369,3 +369,20 @@ def test_gradient_accumulation_counts_all_micro_batches(divided: bool) -> None:
     parts.step()
     for one, other in zip(whole.blocks, parts.blocks, strict=True):
         torch.testing.assert_close(one.to_dense(), other.to_dense(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_checkpointed_regions_give_the_same_factors_as_plain_ones(fisher: str) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed().double(), torch.randn(5, 4).double()
+    plain = nn.Sequential(model.stem, model.region, model.region, model.head)
+    results = []
+    for called in (model, plain):
+        model.zero_grad()
+        kfac = KFAC(called, kl_clip=None, fisher=fisher, generator=torch.Generator().manual_seed(0))
+        functional.cross_entropy(called(x), torch.arange(5) % 3).backward()
+        kfac.step()
+        results.append([block.to_dense() for block in kfac.blocks] + list(gradients(model).values()))
+        kfac.detach()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -25,7 +25,7 @@ from natgrad.report import Report, build_report
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
 from natgrad.statistics.predictive import PREDICTIVES, Predictive
-from natgrad.statistics.window import FISHERS, Window
+from natgrad.window import FISHERS, Window
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
@@ -175,6 +175,10 @@ class KFAC:
         """Replaces the gradients by damped, clipped natural gradients, after taking in statistics and decomposing
         factors where they are due.
         """
+        if self._attached is not None:
+            raise RuntimeError(
+                "this KFAC is attached: optimizer.step() calls it already, and twice would be once too often"
+            )
         if not self._gradients_present():
             raise RuntimeError("no parameter has a gradient: call kfac.step() after loss.backward()")
         self._advance()

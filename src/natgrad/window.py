@@ -17,7 +17,7 @@ from natgrad.capture import outputs
 from natgrad.capture.graph import Graph, has_unpack_hook
 from natgrad.capture.uses import find_uses
 from natgrad.capture.watch import Watch
-from natgrad.statistics.passes import Pass, Tap
+from natgrad.passes import Pass, Tap
 from natgrad.statistics.predictive import Predictive, count_predictions, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
