@@ -9,7 +9,6 @@ where K-FAC misses a goal.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 import numpy
 import torch
 from matplotlib import pyplot
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table

@@ -701,7 +701,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
     add("--rounds", type=int, help="turns of each method (default 5, CPU 8)")
     add("--steps", type=int, help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
-    add("--budget", type=float, help="begin no third or later round after so many seconds (default 55, CPU 200)")
+    add("--budget", type=float, help="begin no third or later round after so many seconds (default 55, CPU 150)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
     add("--loop", type=int, default=0, metavar="N", help="also the mean over N steps of real loops")
@@ -738,7 +738,7 @@ def parsed(argv: Sequence[str] | None) -> tuple[list[Configuration], Device, Set
         # Many short rounds on the CPU, which is rarely ours alone.
         rounds=given.rounds or (5 if device.is_cuda else 8),
         steps=given.steps or (10 if device.is_cuda else 2),
-        budget=given.budget or (55.0 if device.is_cuda else 200.0),
+        budget=given.budget or (55.0 if device.is_cuda else 150.0),
         compile_sgd=given.compile_sgd,
         loop=given.loop,
         profile=given.profile,

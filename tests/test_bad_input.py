@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,16 @@ def test_mixed_and_meta_devices() -> None:
         KFAC(model)
     with pytest.raises(ValueError, match="materialise the model"):
         KFAC(nn.Linear(4, 3, device="meta"))
+
+
+def test_several_ranks_are_refused_until_their_factors_are_averaged() -> None:
+    class Replicated(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module, self.process_group = module, SimpleNamespace(size=lambda: 4)
+
+    with pytest.raises(ValueError, match="replicated on 4 ranks"):
+        KFAC(Replicated(mlp()))
 
 
 def test_clip_without_a_learning_rate() -> None:

@@ -107,6 +107,7 @@ class KFAC:
         if max_factor_size < 1:
             raise ValueError(f"max_factor_size must be at least 1, got {max_factor_size}")
 
+        _refuse_several_ranks(model)
         self._parameters = _named_parameters(model)
         self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._optimizer = optimizer
@@ -480,6 +481,12 @@ def _names(block: KroneckerBlock) -> list[str]:
 def _any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
     """Asks the device; for the rare case that statistics are missing."""
     return any(tensor is not None and bool((tensor != 0).any()) for tensor in tensors)
+
+
+def _refuse_several_ranks(model: nn.Module) -> None:
+    """Factors are not averaged over ranks yet: replicas would precondition differently and drift apart, silently."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and (ranks := model.process_group.size()) > 1:
+        raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
