@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from helpers import gradients
 from natgrad import KFAC
+from natgrad.solve.linalg import symmetric_eigen
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -86,6 +87,18 @@ def test_an_ordinary_step_never_waits_for_the_device(solver: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert kfac.metrics()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("size", [64, 300, 512, 600])
+def test_eigendecompositions_are_right_on_both_sides_of_the_padding(size: int) -> None:
+    root = torch.randn(2, size, size // 2, device="cuda")
+    stack = root @ root.mT / size
+    result = symmetric_eigen(stack)
+    assert result.vectors.shape == stack.shape
+    rebuilt = result.vectors @ result.values.diag_embed() @ result.vectors.mT
+    torch.testing.assert_close(rebuilt, stack, rtol=1e-4, atol=1e-4)
+    expected = torch.linalg.eigvalsh(stack.double().cpu()).clamp(min=0)
+    torch.testing.assert_close(result.values.double().cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_model_moved_before_the_first_pass_and_after() -> None:

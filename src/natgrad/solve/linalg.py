@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _JITTER = 1e-6  # relative to the largest diagonal entry
+# cuSOLVER takes 13 ms for n = 512 and 5 ms for 513, where another routine begins; it pays from about 300 on (an H200).
+_PAD_ABOVE, _PADDED = 288, 513
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,17 @@ Results = tuple[Tensor, ...]
 
 
 def _eigh(stack: Tensor) -> Results:
+    size = stack.shape[-1]
+    padded = _PADDED if stack.is_cuda and _PAD_ABOVE < size < _PADDED else size
+    if padded > size:
+        # The bound on F's eigenvalues on the new diagonal keeps them first in the order, and their vectors apart.
+        bound = 2 * torch.linalg.vector_norm(stack, dim=(-2, -1)) + 1
+        wide = stack.new_zeros(stack.shape[0], padded, padded)
+        wide[:, :size, :size] = stack
+        wide.diagonal(dim1=-2, dim2=-1)[:, size:] = bound[:, None]
+        stack = wide
     values, vectors = torch.linalg.eigh(stack)
-    return values, vectors
+    return values[:, :size].contiguous(), vectors[:, :size, :size].contiguous()
 
 
 def _cholesky_inverse(stack: Tensor) -> Results:
