@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.append(str(Path(__file__).parents[1]))  # `pytest` alone, unlike `python -m pytest`, does not see the root
-
 from benchmarks.models import cifar_resnet, resnet50
+from torch import nn
 
 
 def parameters(model: nn.Module) -> int:
