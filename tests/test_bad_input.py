@@ -261,6 +261,7 @@ def test_exact_fisher_of_an_unknown_distribution() -> None:
 def test_to_dense_before_statistics() -> None:
     model = mlp()
     kfac = KFAC(model, kl_clip=None)
-    model(torch.randn(2, 4))
+    assert kfac.blocks == []
+    backward(model)
     with pytest.raises(RuntimeError, match=r"block of 0\.weight, 0\.bias has no statistics yet"):
         kfac.blocks[0].to_dense()

@@ -152,7 +152,11 @@ def test_evaluation_mode_counts_and_a_second_backward_does_not(fisher: str) -> N
     loss = loss_of(model, x, y)
     loss.backward(retain_graph=True)
     first = gradients(model)
-    loss.backward()
+    if fisher == "empirical":
+        with pytest.warns(NatgradWarning, match=r"only the first counts .* \(loss1 \+ loss2\)\.backward\(\)"):
+            loss.backward()
+    else:
+        loss.backward()
     kfac.step()
     assert counted_rows(kfac) == 8
     dense = kfac.blocks[0].to_dense()
@@ -522,7 +526,7 @@ def test_a_nan_batch_changes_neither_averages_nor_weights() -> None:
     before, blocks = weights(model), [block.to_dense() for block in kfac.blocks]
     optimizer.zero_grad()
     loss_of(model, torch.full_like(x, math.nan), y).backward()
-    with pytest.warns(NatgradWarning, match="NaN or inf were refused"):
+    with pytest.warns(NatgradWarning, match="4 factor statistics were refused"):
         optimizer.step()
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
     for block, old in zip(kfac.blocks, blocks, strict=True):

@@ -18,6 +18,7 @@ from natgrad.solve.solver import Side
 VERSION = 1
 _KEYS = (
     "solver",
+    "damping_rule",
     "step",
     "factors_at",
     "refreshed_at",
@@ -139,18 +140,36 @@ def load_solved(state: Mapping[str, Any], blocks: list[KroneckerBlock], precondi
     by_key = {block.key: block for block in blocks}
     sides: dict[str, Side] = {}
     for key, entry in state.items():
-        block = by_key.get(key)
-        if block is None:
-            raise ValueError(f"the checkpoint has a decomposition for {key} but no factors")
-        device = block.straight.row.sum.device
         for name in ("row", "column"):
             if not isinstance(entry[name], str):
-                parts = (entry[name]["matrix"], entry[name]["values"])
-                sides[f"{key}/{name}"] = Side(*(None if part is None else part.to(device, copy=True) for part in parts))
+                sides[f"{key}/{name}"] = Side(*(_cloned(entry[name][field]) for field in ("matrix", "values")))
+        block = by_key.get(key)
+        if block is None:
+            continue  # excluded here
+        device = block.straight.row.sum.device
         row, column = (
             sides[entry[name] if isinstance(entry[name], str) else f"{key}/{name}"] for name in ("row", "column")
         )
+        for side, size in ((row, block.shape[1]), (column, block.shape[2])):
+            side.matrix, side.values = (None if p is None else p.to(device) for p in (side.matrix, side.values))
+            if any(p is not None and p.shape[-1] != size for p in (side.matrix, side.values)):
+                raise ValueError(f"the decomposition of {key} does not have the size of its factors ({size})")
         preconditioner.adopt(block, row, column, entry["scale"].to(device), entry["solved_at"])
+
+
+def load_generator(state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+    """Checks that a generator's stored state can be set, without setting it."""
+    if state is None:
+        return None
+    if generator is None:
+        raise ValueError(
+            "the checkpoint holds the state of a generator: construct KFAC with generator= to go on from it"
+        )
+    try:
+        torch.Generator(generator.device).set_state(state.cpu())
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"the checkpoint's generator state does not fit: {error}") from None
+    return state.cpu()
 
 
 def _cloned(tensor: Tensor | None) -> Tensor | None:

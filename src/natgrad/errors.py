@@ -1,5 +1,24 @@
 """What natgrad warns with."""
 
+from __future__ import annotations
+
+import warnings
+
 
 class NatgradWarning(UserWarning):
     """Something went wrong that training survives: a failed decomposition, a NaN batch, an empty one."""
+
+
+class Warner:
+    """Warns once a topic; ``{step}`` in a text stands for the present step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._given: set[str] = set()
+
+    def once(self, topic: str, text: str) -> None:
+        """Warns, unless this topic has been warned about."""
+        if topic not in self._given:
+            self._given.add(topic)
+            message = f"natgrad: {text.format(step=self.step)} (warned once)"
+            warnings.warn(message, NatgradWarning, stacklevel=4)

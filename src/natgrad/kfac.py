@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import difflib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
@@ -16,10 +16,10 @@ from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
 from natgrad.capture.watch import Watch, clean_name, innermost
-from natgrad.errors import NatgradWarning
+from natgrad.errors import Warner
 from natgrad.metrics import Metrics, eigenvalue_range
 from natgrad.options import Hyperparameter, Interval, Number, choice
-from natgrad.precondition.guard import Guard
+from natgrad.precondition.guard import all_finite, drop_unless
 from natgrad.precondition.preconditioner import LearningRate, Preconditioner
 from natgrad.report import Report, build_report
 from natgrad.solve.damping import RULES
@@ -109,20 +109,30 @@ class KFAC:
 
         _refuse_several_ranks(model)
         self._parameters = _named_parameters(model)
-        self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._exclude = _patterns(exclude, self._parameters)
+        self._model = innermost(model)
         self._optimizer = optimizer
-        self._rates: dict[int, dict[str, Any]] = {}
+        self._rates: dict[int, LearningRate] = {}
         self._attached: RemovableHandle | None = None
         self._step = 0
         self._factors_at: int | None = None
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
+        self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
         self._registry = Registry(self._parameters, max_factor_size=max_factor_size)
         self._solved_version = 0
         self._preconditioner = Preconditioner(solver, rule)
         self._metrics = Metrics()
+        self._warner = Warner()
         self._watch = Watch(model, self, KFAC._observe)
-        self._window = Window(self._registry, self._watch, fisher, predictive, generator)
+        self._window = Window(
+            self._registry,
+            self._parameters,
+            fisher=fisher,
+            predictive=predictive,
+            generator=generator,
+            warn=self._warner.once,
+        )
         self._watch.arm()
 
     # In the training loop
@@ -137,8 +147,8 @@ class KFAC:
         if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("this optimizer holds none of the model's parameters")
         self._optimizer = optimizer
-        self._rates = {}
-        self._attached = optimizer.register_step_pre_hook(self._before_optimizer)
+        # A compiled optimizer.step() runs this eagerly.
+        self._attached = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_optimizer))
         self._arm_if_due()
         return self
 
@@ -169,8 +179,9 @@ class KFAC:
                 "how many terms is this loss a mean over? Pass capture(loss, terms=...), or outputs= to count "
                 "predictions, or loss_terms= at construction"
             )
-        self._window.forget_open_passes()
-        self._tap(loss if outputs is None else outputs, terms)
+        self._window.forget_automatic()
+        # The loss's graph holds every use; a sampled or exact Fisher differentiates the outputs instead.
+        self._tap(loss if outputs is None else outputs, terms=terms, loss=loss)
 
     def step(self) -> None:
         """Replaces the gradients by damped, clipped natural gradients, after taking in statistics and decomposing
@@ -182,6 +193,12 @@ class KFAC:
             )
         if not self._gradients_present():
             raise RuntimeError("no parameter has a gradient: call kfac.step() after loss.backward()")
+        if not self._watch.armed and not self._preconditioner.solved:
+            self._watch.arm()
+            raise RuntimeError(
+                "this KFAC was detached before it had statistics; it observes again from now on: "
+                "call step() after the next backward()"
+            )
         self._advance()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -191,8 +208,7 @@ class KFAC:
                 "an optimizer with a closure computes its gradients inside step(), after K-FAC's turn: "
                 "detach() and call kfac.step() at the end of the closure"
             )
-        # torch.distributed.checkpoint steps an optimizer without gradients to create its state.
-        if self._gradients_present():
+        if self._gradients_present() and not _creates_state(optimizer):
             self._advance()
 
     @torch.no_grad()
@@ -205,12 +221,19 @@ class KFAC:
                 "the KL clip needs the learning rate: pass optimizer= or lr=, attach(optimizer), or switch it off "
                 "with kl_clip=None"
             )
-        gradients: dict[str, Tensor | None] = {name: p.grad for name, p in self._parameters.items()}
+        if self._optimizer is not None:
+            # Read anew in every step: loading a state replaces the groups, schedulers change them.
+            self._rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        ours = self._rates if self._attached is not None else None  # another optimizer's gradients are not touched
+        gradients: dict[str, Tensor | None] = {
+            name: p.grad if ours is None or id(p) in ours else None for name, p in self._parameters.items()
+        }
         if self._watch.armed and not self._take_statistics(gradients):
             return
         self._refresh_if_due(damping)
         self._guarded_precondition(gradients, damping, kappa)
         self._step += 1
+        self._warner.step = self._step
         self._arm_if_due()
 
     # Statistics
@@ -218,35 +241,54 @@ class KFAC:
     def _observe(self, output: Any) -> None:
         """The model's forward hook, on armed steps."""
         if torch.is_grad_enabled():
-            self._tap(output, None)
+            self._tap(output)
 
-    def _tap(self, output: Any, terms: float | None) -> None:
-        roots = [tensor for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
+    def _tap(self, output: Any, *, terms: float | None = None, loss: Tensor | None = None) -> None:
+        attached = [tensor for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
+        roots = [tensor for tensor in attached if tensor.numel() > 0]
         if not roots:
+            if attached:
+                self._warner.once(
+                    "empty", "an empty batch came by at step {step}: it has no statistics and was skipped"
+                )
             return
-        if any(root.numel() == 0 for root in roots):
-            self._warn_once("an empty batch came by at step {step}: it has no statistics and was skipped", "empty")
-            return
-        if terms is None and self._terms is not None:
-            terms = self._terms.at(self._step)
+        if loss is not None and self._window.fisher == "empirical":
+            roots = [loss]
+        self._follow_replaced_modules()
         candidates = {
             name: parameter
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and self._why_left(name, parameter) is None
+            if self._why_left(name, parameter) is None and name not in self._window.unrecognised
         }
         self._refuse_moved(candidates)
         with torch.enable_grad():
-            self._window.observe(output, roots, candidates, terms)
-        if self._window.seen and len(self._registry) == 0:
-            reasons = "; ".join(f"{name}: {why}" for name, why in list(self._window.unrecognised.items())[:5])
+            findings = self._window.observe(
+                output,
+                roots,
+                candidates,
+                own_terms=terms,
+                step_terms=None if self._terms is None else self._terms.at(self._step),
+                by_hand=loss is not None,
+            )
+        if findings is not None and not findings.found and len(self._registry) == 0:
+            reasons = self._window.unrecognised | findings.unrecognised
+            named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:5])
             self.detach()
-            raise ValueError(f"no parameter of this model can be preconditioned ({reasons or 'none is used'})")
+            raise ValueError(f"no parameter of this model can be preconditioned ({named or 'none is used'})")
+
+    def _follow_replaced_modules(self) -> None:
+        """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
+        present = _parameters_of(self._model)
+        if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
+            changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
+            self._registry.drop(changed)
+            self._parameters.clear()
+            self._parameters.update(present)
 
     def _take_statistics(self, gradients: Mapping[str, Tensor | None]) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
-        terms = window.terms
-        if terms == 0:
+        if window.terms == 0:
             if not _any_nonzero(gradients.values()):
                 window.close()
                 return False
@@ -267,9 +309,9 @@ class KFAC:
                 "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
                 "parameter to the optimizer"
             )
-        if self._terms is not None:
-            terms = self._terms.at(step)
-        self._metrics.rejected_statistics += window.commit(self._decay.at(step), terms)
+        refused = window.commit(self._decay.at(step))
+        self._metrics.rejected_statistics += refused
+        self._refused = refused
         self._watch.disarm()
         self._factors_at = step
         self._stale = True
@@ -292,16 +334,21 @@ class KFAC:
 
     # Decompositions
 
-    def _refresh_if_due(self, damping: float) -> None:
+    def _follow_registry(self) -> None:
         if self._solved_version != self._registry.version:
             self._preconditioner.keep_only(self._registry)
             self._solved_version = self._registry.version
+
+    def _refresh_if_due(self, damping: float) -> None:
+        self._follow_registry()
         step, solved = self._step, self._preconditioner.solved
         due = self._refreshed_at is None or step - self._refreshed_at >= self._refresh_interval.at(step)
+        everything = due and (self._stale or self._preconditioner.solver == "inverse")
         if due:
-            self._refreshed_at = step
-        changed = self._stale or self._preconditioner.solver == "inverse"
-        blocks = [block for block in self._registry if block.key not in solved or (due and changed)]
+            self._refreshed_at, self._stale = step, False
+        # A block that has no solution yet gets one as soon as it has statistics.
+        new = self._factors_at == step
+        blocks = [block for block in self._registry if everything or (new and block.key not in solved)]
         if blocks:
             self._refresh(blocks, damping)
 
@@ -310,23 +357,24 @@ class KFAC:
             [torch.stack([o.row.weight * o.column.weight for o in b.orientations]).sum() for b in blocks]
         )
         known = [block for block, weight in zip(blocks, weights.tolist(), strict=True) if weight > 0]
-        if len(known) < len(blocks):
-            # Their first statistics were not finite (or had no rows): try again with the next batch.
-            self._factors_at = None
+        if len(known) < len(blocks) and int(self._refused) > 0:
+            self._factors_at = None  # their first statistics were not finite: try again with the next batch
         if known:
-            result = self._preconditioner.refresh(known, damping, self._step)
-            self._metrics.failed_decompositions += result.failed
-            if result.failed:
-                self._warn_once(
-                    "{count} decompositions failed at step {step}, in float64 and with jitter too; "
-                    "the last good ones stay in use",
+            failed = self._preconditioner.refresh(known, damping, self._step)
+            self._metrics.failed_decompositions += failed
+            if failed:
+                self._warner.once(
                     "decomposition",
-                    count=result.failed,
+                    f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
+                    "the last good ones stay in use",
                 )
-        self._stale = False
-        if int(self._metrics.rejected_statistics) > 0:
-            self._warn_once(
-                "statistics with NaN or inf were refused by step {step}; the running averages did not change", "nan"
+        # The device has been waited for anyway: a good moment to tell of what it counted.
+        refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
+        if refused or skipped:
+            self._warner.once(
+                "nan",
+                f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, {skipped} steps "
+                "had no finite gradient and were dropped; kfac.metrics() keeps count",
             )
 
     # Preconditioning
@@ -334,22 +382,25 @@ class KFAC:
     def _guarded_precondition(
         self, gradients: Mapping[str, Tensor | None], damping: float, kappa: float | None
     ) -> None:
-        solved = {name for block in self._preconditioner.solved.values() for name in _names(block.block)}
-        others = [
-            gradient
+        """Preconditions; one NaN anywhere means that this batch has no usable gradient, and all of it is dropped."""
+        solved = {name for member in self._preconditioner.solved.values() for name in _names(member.block)}
+        others = {
+            name: gradient
             for name, gradient in gradients.items()
             if gradient is not None and name not in solved and gradient.layout == torch.strided and gradient.numel()
-        ]
-        # One NaN anywhere means that this batch has no usable gradient: nothing moves, whatever is covered.
-        guard = Guard(others)
-        finite = guard.finite()
+        }
+        finite = all_finite(list(others.values()))
         clip = self._preconditioner.precondition(
             gradients, damping=damping, kappa=kappa, learning_rate=self._rate_of, finite=finite
         )
         finite = finite if clip is None else clip.finite
         if finite is not None:
-            guard.drop_unless(finite)
+            drop_unless(finite, list(others.values()))
             self._metrics.skipped_steps += (~finite).to(torch.int64)
+        # A raw gradient at a natural gradient's learning rate is no step to take.
+        waiting = [others[name] for block in self._registry for name in _names(block) if name in others]
+        if waiting:
+            torch._foreach_zero_(waiting)
         self._metrics.clip, self._metrics.damping = clip, damping
 
     def _rate_of(self, name: str) -> LearningRate:
@@ -357,12 +408,7 @@ class KFAC:
             return self._lr.at(self._step)
         if self._optimizer is None:
             return 1.0  # no clip: only the logged KL depends on it
-        parameter = self._parameters[name]
-        if id(parameter) not in self._rates:
-            self._rates = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        group = self._rates.get(id(parameter))
-        rate: LearningRate = 0.0 if group is None else group["lr"]  # a parameter in no group does not move
-        return rate
+        return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
 
     def _gradients_present(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters.values())
@@ -421,12 +467,6 @@ class KFAC:
             return "excluded"
         return None if parameter.requires_grad else "frozen (requires_grad=False)"
 
-    def _warn_once(self, message: str, topic: str, **values: object) -> None:
-        if topic not in self._metrics.warned:
-            self._metrics.warned.add(topic)
-            text = message.format(step=self._step, **values)
-            warnings.warn(f"natgrad: {text} (counted in kfac.metrics(); warned once)", NatgradWarning, stacklevel=4)
-
     # Checkpoints
 
     def state_dict(self, *, decompositions: bool = True) -> dict[str, Any]:
@@ -436,9 +476,11 @@ class KFAC:
         Without `decompositions` it is about half as large, and loading decomposes the present factors instead.
         """
         generator = self._window.generator
+        self._follow_registry()
         return {
             "version": checkpoint.VERSION,
             "solver": self._preconditioner.solver,
+            "damping_rule": self._preconditioner.rule,
             "step": self._step,
             "factors_at": self._factors_at,
             "refreshed_at": self._refreshed_at,
@@ -454,11 +496,19 @@ class KFAC:
         """Continues from a `state_dict`, also before the first forward pass. One that does not fit raises, and
         changes nothing.
         """
-        blocks = checkpoint.load_blocks(state, self._parameters)
+        blocks = [
+            block
+            for block in checkpoint.load_blocks(state, self._parameters)
+            if not any(fnmatch(name, pattern) for name in _names(block) for pattern in self._exclude)
+        ]
         preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
-        fits = state["decompositions"] is not None and state["solver"] == preconditioner.solver
+        same = state["solver"] == preconditioner.solver and (
+            preconditioner.solver == "eigen" or state["damping_rule"] == preconditioner.rule
+        )
+        fits = state["decompositions"] is not None and same
         if fits:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
+        generator = checkpoint.load_generator(state["generator"], self._window.generator)
         self._window.close()
         self._watch.disarm()
         self._registry.replace(blocks)
@@ -467,11 +517,17 @@ class KFAC:
         self._step, self._factors_at = state["step"], state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
         self._metrics.load(state["metrics"])
-        if state["generator"] is not None and self._window.generator is not None:
-            self._window.generator.set_state(state["generator"])
+        if generator is not None and self._window.generator is not None:
+            self._window.generator.set_state(generator)
         if blocks and not fits:
             self._refresh(blocks, self._damping.at(self._step))
         self._arm_if_due()
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a KFAC cannot be copied or pickled: it belongs to one model. Construct one for the copy and carry the "
+            "statistics over with state_dict() and load_state_dict()"
+        )
 
 
 def _names(block: KroneckerBlock) -> list[str]:
@@ -480,17 +536,43 @@ def _names(block: KroneckerBlock) -> list[str]:
 
 def _any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
     """Asks the device; for the rare case that statistics are missing."""
-    return any(tensor is not None and bool((tensor != 0).any()) for tensor in tensors)
+    present = (tensor for tensor in tensors if tensor is not None)
+    return any(bool((t.coalesce().values() if t.is_sparse else t).count_nonzero() > 0) for t in present)
+
+
+def _creates_state(optimizer: torch.optim.Optimizer) -> bool:
+    """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
+    groups = optimizer.param_groups
+    if any(group["lr"] != 0 for group in groups if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda):
+        return False
+    return not _any_nonzero(parameter.grad for group in groups for parameter in group["params"])
+
+
+def _patterns(exclude: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"exclude={pattern!r} matches no parameter of this model{hint}")
+    return patterns
 
 
 def _refuse_several_ranks(model: nn.Module) -> None:
     """Factors are not averaged over ranks yet: replicas would precondition differently and drift apart, silently."""
-    if isinstance(model, nn.parallel.DistributedDataParallel) and (ranks := model.process_group.size()) > 1:
+    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    ranks = max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+    if ranks > 1:
         raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
 
 
+def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
+
+
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = {clean_name(name): p for name, p in innermost(model).named_parameters()}
+    parameters = _parameters_of(innermost(model))
     trainable = [p for p in parameters.values() if p.requires_grad]
     if not trainable:
         raise ValueError("this model has no trainable parameters (all are missing or have requires_grad=False)")

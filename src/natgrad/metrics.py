@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.precondition.trust_region import Clip
+from natgrad.solve.linalg import symmetric_eigen
 
 _COUNTERS = ("rejected_statistics", "failed_decompositions", "skipped_steps")
 
@@ -24,7 +25,6 @@ class Metrics:
     rejected_statistics: int | Tensor = 0
     failed_decompositions: int | Tensor = 0
     skipped_steps: int | Tensor = 0
-    warned: set[str] = field(default_factory=set)
 
     def state(self) -> dict[str, int]:
         """The counts, for a checkpoint."""
@@ -48,7 +48,7 @@ def eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float 
             scale = member.scale
         else:
             estimate = member.block.estimate()
-            sides = [side if side.dim() == 2 else torch.linalg.eigvalsh(side).clamp(min=0) for side in estimate.sides]
+            sides = [side if side.dim() == 2 else symmetric_eigen(side).values for side in estimate.sides]
             scale = estimate.scale
         values = [side for side in sides if side is not None]
         low.append((scale * torch.stack([side.amin(-1) for side in values]).prod(0)).amin())

@@ -1,15 +1,14 @@
 """One forward pass and its backward: from (activation, derivative) pairs to what they add to the factors.
 
-The *empirical* Fisher listens to the user's own backward pass. The *sampled* and *exact* Fishers run their own,
-without weight gradients, right after the forward pass, and
-count once the user's backward reaches the model's output.
+The *empirical* Fisher listens to the user's own backward pass. The *sampled* and *exact* Fishers run their own, without
+weight gradients, right after the forward pass, and count once the user's backward comes by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,129 +17,179 @@ from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
-from natgrad.blocks.kronecker import KroneckerBlock, Orientation
+from natgrad.blocks.registry import Tap
 from natgrad.capture.graph import saved
-from natgrad.statistics.operations import Operation
+from natgrad.capture.uses import Found, Use
 from natgrad.statistics.predictive import Derivative
 
 
-@dataclass(frozen=True)
-class Tap:
-    """Where one use's pairs are read and where they go. Holds no node, so that it keeps no graph alive.
+class Owner(Protocol):
+    """What a pass belongs to."""
 
-    `packed` says that reading the activation recomputes or copies it; `shared_*` that other uses of the pass have
-    the same input or output factor.
-    """
+    def begin(self, current: Pass) -> list[Tap]:
+        """The pass counts from now on: where do the statistics of its uses go?"""
 
-    block: KroneckerBlock
-    orientation: Orientation
-    operation: Operation
-    activation: str
-    packed: bool
-    shared_input: bool
-    shared_output: bool
+    def again(self) -> None:
+        """A second backward came through a graph that has been counted."""
 
 
 class Pass:
-    """The statistics of one forward pass. `terms` is N: the loss is a mean over so many terms, so g = N ĝ."""
+    """The statistics of one forward pass. `terms` is N: the loss is a mean over so many terms, so g = N ĝ.
 
-    def __init__(self, terms: float) -> None:
+    `kind` is a word of its owner's. It lives in hooks on its graph and dies with it, unless a backward makes it
+    count. `uses` are numbered; nothing here holds a node.
+    """
+
+    def __init__(
+        self, owner: Owner, found: Sequence[Found], *, terms: float, kind: str, unrecognised: dict[str, str], limit: int
+    ) -> None:
+        self.uses = [one.use for one in found]
         self.terms = terms
-        self.counted = False
+        self.kind = kind
+        self.unrecognised = unrecognised
+        self.task = -1  # the backward pass that made it count
+        self._limit = limit  # larger sides have diagonal factors
+        self.handles: list[RemovableHandle] = []
+        self.token = object()  # marks the nodes that this pass has tapped
+        self._owner = owner
         self._group = GraphExecGroup()
+        self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
-        self._waiting: list[Callable[[], None]] = []
+        # Factor sums of our own backward passes, to be added when the user's backward comes by: use number → action.
+        self._waiting: list[Callable[[list[Tap]], None]] = []
 
-    def listen(self, taps: Iterable[tuple[Node, Tap]]) -> list[RemovableHandle]:
+    def listen(self, found: Iterable[Found]) -> None:
         """Empirical: takes each pair when the user's backward reaches its node, once."""
-        return [node.register_prehook(self._listener(tap)) for node, tap in taps]
+        for number, one in enumerate(found):
+            self.handles.append(one.node.register_prehook(self._listener(number, one.leaf)))
 
-    def _listener(self, tap: Tap) -> Callable[[tuple[Tensor, ...]], None]:
+    def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
         done = False
 
         def hook(derivatives: tuple[Tensor, ...]) -> None:
             nonlocal done
-            # A second backward through the same graph is not a second batch.
-            if done or derivatives[0] is None:
+            if derivatives[0] is None or not _differentiates(leaf):
+                return
+            if done:
+                self._owner.again()
                 return
             done = True
-            node = torch._C._current_autograd_node()
+            tap = self._begin()[number]
             with _undisturbed(derivatives[0].device):
-                activation = self._read(node, tap)
-                self._take_input(tap, activation)
-                self._take_output(tap, derivatives[0].detach(), activation, self._filled, self.terms**2)
-            self._count()
+                activation = self._read(torch._C._current_autograd_node(), tap.use)
+                self._add_input(tap, activation, self._input_moment(tap, activation))
+                self._add_output(tap, derivatives[0].detach(), activation)
 
         return hook
 
-    def differentiate(
-        self, taps: list[tuple[Node, Tap]], derivatives: Iterable[Derivative], roots: Iterable[Node]
-    ) -> list[RemovableHandle]:
-        """Sampled, exact: backward passes of our own; the statistics count when the user's backward reaches a root."""
-        edges = [GradientEdge(node, 0) for node, _ in taps]
-        reached: dict[int, Tensor] = {}  # tap number → activation, where the operation needs it again
+    def _begin(self) -> list[Tap]:
+        if self._taps is None:
+            self._taps = self._owner.begin(self)
+        return self._taps
+
+    def _input_moment(self, tap: Tap, activation: Tensor) -> Tensor | None:
+        """None where another use with the same activation has given it."""
+        column = tap.orientation.column
+        if tap.shared_input and column in self._filled:
+            return None
+        self._filled.add(column)
+        return _input_factor(tap.use, activation, diagonal=column.diagonal)
+
+    def _add_input(self, tap: Tap, activation: Tensor, moment: Tensor | None) -> None:
+        rows = tap.use.operation.rows(activation)
+        tap.orientation.add_rows(rows)
+        if moment is not None:
+            tap.orientation.column.add(moment, rows)
+
+    def _add_output(self, tap: Tap, derivative: Tensor, activation: Tensor) -> None:
+        row = tap.orientation.row
+        if tap.shared_output and row in self._filled:
+            return
+        self._filled.add(row)
+        moment = tap.use.operation.output_factor(derivative, activation, diagonal=row.diagonal)
+        row.add(moment.mul_(self.terms**2), tap.use.operation.rows(activation))
+
+    def differentiate(self, found: Sequence[Found], derivatives: Iterable[Derivative], roots: Iterable[Node]) -> None:
+        """Sampled, exact: backward passes of our own; they count when the user's backward comes by."""
+        edges = [GradientEdge(one.node, 0) for one in found]
+        outputs: dict[int, Tensor] = {}
+        activations: dict[int, Tensor] = {}
+        rows: dict[int, int | Tensor] = {}
         for derivative in derivatives:
             grads = torch.autograd.grad(
                 derivative.root, edges, derivative.gradient, retain_graph=True, allow_unused=True
             )
-            filled: set[Factor] = set()
-            for number, ((node, tap), grad) in enumerate(zip(taps, grads, strict=True)):
+            for number, (one, grad) in enumerate(zip(found, grads, strict=True)):
                 if grad is None:
                     continue
                 with _undisturbed(grad.device):
-                    first = number not in reached
-                    activation = self._read(node, tap) if first else reached[number]
-                    if first:
-                        self._take_input(tap, activation)
-                        # Convolutions and products need it no more: an empty tensor keeps none of it alive.
-                        reached[number] = activation if tap.operation.diagonal_input else activation.new_empty(0)
-                    self._take_output(tap, grad, activation, filled, 1.0, counts=first)
-        return [root.register_prehook(lambda _: self._count()) for root in roots]
+                    if number not in activations:
+                        activation = self._read(one.node, one.use)
+                        rows[number] = one.use.operation.rows(activation)
+                        self._keep_input(number, activation, rows[number])
+                        # Only a look-up needs its indices again; nothing else is kept alive.
+                        small = one.use.operation.diagonal_input
+                        activations[number] = activation if small else activation.new_empty(0)
+                    diagonal = one.use.weight.shape[1] > self._limit
+                    moment = one.use.operation.output_factor(grad, activations[number], diagonal=diagonal)
+                    outputs[number] = moment if number not in outputs else outputs[number].add_(moment)
+        for number, moment in outputs.items():
+            self._keep_output(number, moment, rows[number])
+        nodes = dict.fromkeys([*roots, *(one.node for one in found)])
+        self.handles += [node.register_prehook(lambda _: self._count()) for node in nodes]
 
-    def _take_input(self, tap: Tap, activation: Tensor) -> None:
-        column, rows = tap.orientation.column, tap.operation.rows(activation)
-        self._waiting.append(lambda: tap.orientation.add_rows(rows))
-        if tap.shared_input and column in self._filled:
-            return
-        self._filled.add(column)
-        homogeneous = tap.block.bias is not None
-        moment = tap.operation.input_factor(activation, homogeneous=homogeneous, diagonal=column.diagonal)
-        self._waiting.append(lambda: column.add(moment, rows))
+    def _keep_input(self, number: int, activation: Tensor, rows: int | Tensor) -> None:
+        use = self.uses[number]
+        moment = _input_factor(use, activation, diagonal=use.weight.shape[2] >= self._limit)
 
-    def _take_output(
-        self,
-        tap: Tap,
-        derivative: Tensor,
-        activation: Tensor,
-        filled: set[Factor],
-        scale: float,
-        *,
-        counts: bool = True,
-    ) -> None:
-        row = tap.orientation.row
-        if tap.shared_output and row in filled:
-            return
-        filled.add(row)
-        rows = tap.operation.rows(activation) if counts else 0
-        moment = tap.operation.output_factor(derivative, activation, diagonal=row.diagonal).mul_(scale)
-        self._waiting.append(lambda: row.add(moment, rows))
+        def deliver(taps: list[Tap]) -> None:
+            tap = taps[number]
+            tap.orientation.add_rows(rows)
+            if tap.shared_input and tap.orientation.column in self._filled:
+                return
+            self._filled.add(tap.orientation.column)
+            tap.orientation.column.add(moment, rows)
+
+        self._waiting.append(deliver)
+
+    def _keep_output(self, number: int, moment: Tensor, rows: int | Tensor) -> None:
+        def deliver(taps: list[Tap]) -> None:
+            tap = taps[number]
+            if tap.shared_output and tap.orientation.row in self._filled:
+                return
+            self._filled.add(tap.orientation.row)
+            tap.orientation.row.add(moment, rows)
+
+        self._waiting.append(deliver)
 
     def _count(self) -> None:
-        """The user's backward has come by: what was taken goes into the factors."""
-        for add in self._waiting:
-            add()
-        self.counted = True
-        self._waiting.clear()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            taps = self._begin()
+            for deliver in waiting:
+                deliver(taps)
 
-    def _read(self, node: Node, tap: Tap) -> Tensor:
-        if not tap.packed:
-            activation: Tensor = saved(node, tap.activation)
+    def _read(self, node: Node, use: Use) -> Tensor:
+        if not use.packed:
+            activation: Tensor = saved(node, use.activation)
         else:
             # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the
             # region once more, for us.
             with self._group:
-                activation = saved(node, tap.activation)
+                activation = saved(node, use.activation)
         return activation.detach()
+
+
+def _input_factor(use: Use, activation: Tensor, *, diagonal: bool) -> Tensor:
+    return use.operation.input_factor(activation, homogeneous=use.adds_bias, diagonal=diagonal)
+
+
+def _differentiates(leaf: Node) -> bool:
+    """Whether the backward pass under way computes this leaf's gradient; one that only probes inputs does not count."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:
+        return True  # torch.autograd.grad with the leaf among its inputs
 
 
 @contextmanager

@@ -4,96 +4,143 @@ the running averages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from natgrad.blocks.kronecker import KroneckerBlock
-from natgrad.blocks.registry import Registry
+from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
-from natgrad.capture.graph import Graph, has_unpack_hook
-from natgrad.capture.uses import find_uses
-from natgrad.capture.watch import Watch
-from natgrad.passes import Pass, Tap
+from natgrad.capture.graph import Graph
+from natgrad.capture.uses import Findings, Found, find_uses
+from natgrad.passes import Pass
 from natgrad.statistics.predictive import Predictive, count_predictions, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
+_MARK = "natgrad"
+# How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
+# because it goes on from an earlier pass of the same loss.
+OWN, STEP, CONNECTED = "own", "step", "connected"
 
 
-@dataclass
 class Window:
     """What has been seen since the last step that took statistics. `problem` says why a pass could not be used."""
 
-    registry: Registry
-    watch: Watch
-    fisher: str
-    predictive: Predictive
-    generator: torch.Generator | None
-    unrecognised: dict[str, str] = field(default_factory=dict)
-    seen: bool = False
-    problem: str = ""
-    _passes: list[Pass] = field(default_factory=list)
+    def __init__(
+        self,
+        registry: Registry,
+        parameters: Mapping[str, Tensor],
+        *,
+        fisher: str,
+        predictive: Predictive,
+        generator: torch.Generator | None,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self.registry = registry
+        self.fisher = fisher
+        self.predictive = predictive
+        self.generator = generator
+        self.unrecognised: dict[str, str] = {}
+        self.seen = False
+        self.problem = ""
+        self._parameters = parameters
+        self._warn = warn
+        # Passes that no backward has reached live in the hooks of their graphs alone.
+        self._open: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._by_hand: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._counted: list[Pass] = []
 
-    def observe(self, output: Any, roots: list[Tensor], parameters: Mapping[str, Tensor], terms: float | None) -> None:
-        """Taps the graph of one forward pass. `terms` is N where the user gave it; else the predictions in the
-        output are counted.
+    def observe(
+        self,
+        output: Any,
+        roots: list[Tensor],
+        parameters: Mapping[str, Tensor],
+        *,
+        own_terms: float | None = None,
+        step_terms: float | None = None,
+        by_hand: bool = False,
+    ) -> Findings | None:
+        """Taps the graph of one forward pass; None where the number of its terms is unknown.
+
+        N is the user's `own_terms` of this pass, `step_terms` of a whole step, or the predictions in the output.
         """
         prediction = outputs.prediction(output)
         distribution = None
         if self.fisher != "empirical":
             distribution = predicted(self.predictive, output, prediction)
-            terms = distribution.terms if terms is None else terms
-        elif terms is None and prediction is not None:
-            terms = count_predictions(prediction)
-        if terms is None:
+            terms, how = distribution.terms, OWN
+        elif own_terms is not None:
+            terms, how = own_terms, OWN
+        elif step_terms is not None:
+            terms, how = step_terms, STEP
+        elif prediction is not None:
+            terms, how = count_predictions(prediction), OWN
+        else:
             self.problem = (
                 "the model's output holds no prediction tensor to count loss terms in: pass loss_terms= "
                 "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
             )
-            return
+            return None
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
         findings = find_uses(graph, parameters)
-        uses = [use for use in findings.uses if self.watch.claim(use.node)]
         self.seen = True
-        self.unrecognised |= findings.unrecognised
-        for use in uses:
-            for layout in (use.weight, use.bias):
-                if layout is not None:
-                    self.unrecognised.pop(layout.name, None)
-        assigned = self.registry.assign(uses)
-        holders = _holders(self.registry)
-        taps = [
-            (
-                use.node,
-                Tap(
-                    to.block,
-                    to.orientation,
-                    use.operation,
-                    use.activation,
-                    has_unpack_hook(use.node, use.activation),
-                    holders[id(to.orientation.column)] > 1,
-                    holders[id(to.orientation.row)] > 1,
-                ),
-            )
-            for use, to in zip(uses, assigned, strict=True)
-        ]
-        if not taps:
-            return
-        current = Pass(terms)
-        self._passes.append(current)
+        taken = {current.token for current in (*self._open, *self._counted)}
+        found = [one for one in findings.found if not _marked(one.node, taken)]
+        if not found:
+            return findings
+        if len(found) < len(findings.found) and how == OWN:
+            how = CONNECTED
+        current = Pass(
+            self, found, terms=terms, kind=how, unrecognised=findings.unrecognised, limit=self.registry.max_factor_size
+        )
+        for one in found:
+            _marks(one.node).append(current.token)
+        self._open.add(current)
+        if by_hand:
+            self._by_hand.add(current)
+        self._tap(current, found, graph, distribution)
+        return findings
+
+    def _tap(self, current: Pass, found: list[Found], graph: Graph, distribution: Any) -> None:
         if distribution is None:
-            self.watch.keep(current.listen(taps))
+            current.listen(found)
+        elif self.fisher == "sampled":
+            current.differentiate(found, [distribution.sampled(self.generator)], graph.roots)
         else:
-            sampled = self.fisher == "sampled"
-            derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
-            self.watch.keep(current.differentiate(taps, derivatives, graph.roots))
+            current.differentiate(found, distribution.exact(), graph.roots)
+
+    def begin(self, current: Pass) -> list[Tap]:
+        """A backward has reached a pass."""
+        current.task = torch._C._current_graph_task_id()
+        covered = {layout.name for use in current.uses for layout in (use.weight, use.bias) if layout is not None}
+        fresh = all(self._parameters[name].grad is None for name in covered)
+        if self._counted and fresh and all(other.task != current.task for other in self._counted):
+            # Gradients were thrown away since (a skipped batch, another network's turn): so are their statistics.
+            self._discard()
+        self._open.discard(current)
+        self._counted.append(current)
+        self.unrecognised |= current.unrecognised
+        lost = self.registry.drop(current.unrecognised)
+        if lost:
+            reason = self.unrecognised[next(name for name in current.unrecognised if lost[0].startswith(name))]
+            self._warn("dropped", f"{', '.join(lost)} is left to the optimizer from step {{step}} on: {reason}")
+        return self.registry.assign(current.uses)
+
+    def again(self) -> None:
+        """A second backward came through a graph that has been counted."""
+        self._warn(
+            "again",
+            "a second backward went through the same graph at step {step}; only the first counts as statistics. "
+            "For a loss of several parts use (loss1 + loss2).backward()",
+        )
 
     def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:
-        if "CheckpointFunction" not in graph:
+        if "CheckpointFunctionBackward" not in graph:
             return
         hidden = [name for name, parameter in parameters.items() if id(parameter) not in graph.leaves]
         if hidden:
@@ -105,20 +152,30 @@ class Window:
                 "or exclude= these parameters"
             )
 
-    def forget_open_passes(self) -> None:
-        """Drops passes that no backward has reached; what was counted stays."""
-        self.watch.drop_taps()
-        self._passes = [current for current in self._passes if current.counted]
+    def forget_automatic(self) -> None:
+        """Drops passes that the model's own calls began and no backward has reached."""
+        for current in list(self._open):
+            if current not in self._by_hand:
+                self._forget(current)
+
+    def _forget(self, current: Pass) -> None:
+        for handle in current.handles:
+            handle.remove()
+        self._open.discard(current)
 
     @property
     def terms(self) -> float:
         """Loss terms of all passes that counted; 0 where none did."""
-        return sum(current.terms for current in self._passes if current.counted)
+        own = sum(current.terms for current in self._counted if current.kind == OWN)
+        step = max((current.terms for current in self._counted if current.kind == STEP), default=0)
+        return own + step
 
-    def commit(self, decay: float, terms: float) -> Tensor:
-        """Moves the running averages of every block that was used. Returns how many factors were refused as not
-        finite, on the device.
+    def commit(self, decay: float) -> Tensor:
+        """Moves the running averages of every block that was used.
+
+        Returns how many factors were refused as not finite, on the device.
         """
+        terms = self.terms
         for block in self.registry:
             for orientation in block.orientations:
                 if orientation.has_pending:
@@ -129,9 +186,13 @@ class Window:
 
     def close(self) -> None:
         """Forgets everything that did not reach the running averages."""
-        self.watch.drop_taps()
-        self._passes = []
+        for current in list(self._open):
+            self._forget(current)
+        self._discard()
         self.problem = ""
+
+    def _discard(self) -> None:
+        self._counted = []
         for block in self.registry:
             for orientation in block.orientations:
                 orientation.discard()
@@ -141,9 +202,10 @@ class Window:
         return [block for block in self.registry if not any(o.has_pending for o in block.orientations)]
 
 
-def _holders(registry: Registry) -> dict[int, int]:
-    """How many blocks hold each factor."""
-    count: dict[int, int] = {}
-    for factor in (factor for block in registry for factor in block.factors()):
-        count[id(factor)] = count.get(id(factor), 0) + 1
-    return count
+def _marks(node: Node) -> list[object]:
+    metadata: dict[str, list[object]] = node.metadata  # type: ignore[assignment]  # a property that the stubs call a method
+    return metadata.setdefault(_MARK, [])
+
+
+def _marked(node: Node, tokens: set[object]) -> bool:
+    return any(mark in tokens for mark in _marks(node))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Rows = int | Tensor
 
@@ -30,22 +31,17 @@ class Factor:
         return self.sum.shape[0]
 
     @property
-    def size(self) -> int:
-        """n."""
-        return self.sum.shape[1]
-
-    @property
     def bytes(self) -> int:
         """Memory of the running sum."""
         return self.sum.numel() * self.sum.element_size()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether statistics came in since the last commit."""
-        return self._pending is not None
-
     def add(self, moment: Tensor, rows: Rows) -> None:
-        """Takes in a sum over rows; it counts from the next `commit` on."""
+        """Takes in a sum over rows; it counts from the next `commit` on.
+
+        A use that does not add the block's bias has a 0 in the bias's coordinate: its sums are one smaller.
+        """
+        if (missing := self.sum.shape[1] - moment.shape[1]) > 0:
+            moment = functional.pad(moment, [0, missing] * (moment.dim() - 1))
         if moment.dim() > self.sum.dim():
             moment = moment.diagonal(dim1=-2, dim2=-1)
         elif moment.dim() < self.sum.dim():

@@ -40,28 +40,33 @@ class Orientation:
         # Rows and loss terms with the factors' own decay: their ratio is s.
         self.counts = torch.zeros(2, dtype=torch.float64, device=row.sum.device)
         self._pending_rows: Rows = 0
+        self.has_pending = False
 
     def add_rows(self, rows: Rows) -> None:
-        """Counts rows towards the scale."""
+        """Counts the rows of a use. The factors cannot tell: another block may have filled a shared one."""
         self._pending_rows = self._pending_rows + rows
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether statistics came in since the last commit."""
-        return self.row.has_pending or self.column.has_pending
+        self.has_pending = True
 
     def commit(self, decay: float, terms: float) -> None:
         """Moves the scale's running average; the factors, which may be shared, are committed by their owner."""
         self.counts.mul_(decay)
         self.counts[0] += self._pending_rows
         self.counts[1] += terms
-        self._pending_rows = 0
+        self._forget()
 
     def discard(self) -> None:
         """Forgets what came in since the last commit."""
-        self._pending_rows = 0
+        self._forget()
         self.row.discard()
         self.column.discard()
+
+    def _forget(self) -> None:
+        self._pending_rows = 0
+        self.has_pending = False
+
+    def known(self) -> bool:
+        """Whether both factors have seen rows; asks the device."""
+        return bool(self.row.weight * self.column.weight > 0)
 
     def estimate(self) -> Estimate:
         """Means and scale."""
@@ -122,15 +127,20 @@ class KroneckerBlock:
         """The undamped block, as factors and scale."""
         if self.swapped is None:
             return self.straight.estimate()
-        swapped = self.swapped.estimate()
-        return combine_orientations([self.straight.estimate(), Estimate(swapped.column, swapped.row, swapped.scale)])
+        estimates = []
+        if self.straight.known():
+            estimates.append(self.straight.estimate())
+        if self.swapped.known():
+            swapped = self.swapped.estimate()
+            estimates.append(Estimate(swapped.column, swapped.row, swapped.scale))
+        return combine_orientations(estimates)
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
         """The undamped Fisher block, ordered as the parameters in `names`, flattened as PyTorch stores them and
         concatenated.
         """
-        if not any(bool(orientation.row.weight > 0) for orientation in self.orientations):
+        if not any(orientation.known() for orientation in self.orientations):
             raise RuntimeError(
                 f"the block of {', '.join(self.names)} has no statistics yet: "
                 "run a forward and backward pass and kfac.step() first"
@@ -152,8 +162,6 @@ def combine_orientations(estimates: Sequence[Estimate]) -> Estimate:
     """
     rows, columns, traces = [], [], []
     for estimate in estimates:
-        if not bool(torch.isfinite(estimate.scale).all()):
-            continue  # this orientation has not been used yet
         row_trace, column_trace = _trace(estimate.row), _trace(estimate.column)
         traces.append(estimate.scale * row_trace * column_trace)
         rows.append(_normalised(estimate.row, row_trace))

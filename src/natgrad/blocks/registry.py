@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.uses import Use
 from natgrad.statistics.gram import accumulation_dtype
-from natgrad.statistics.operations import Embedding
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Where a use's statistics go."""
+class Tap:
+    """Where one use's statistics go; `shared_*` says that other blocks have the same input or output factor."""
 
+    use: Use
     block: KroneckerBlock
     orientation: Orientation
+    shared_input: bool
+    shared_output: bool
 
 
 class Registry:
-    """All blocks, in the order of the model's parameters. `version` changes whenever a block or the sharing of a
-    factor does.
+    """All blocks, in the order of the model's parameters.
+
+    `version` changes whenever a block or the sharing of a factor does.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, max_factor_size: int) -> None:
         self._parameters = parameters
-        self._order = {name: position for position, name in enumerate(parameters)}
-        self._max_factor_size = max_factor_size
+        self.max_factor_size = max_factor_size
         self._blocks: dict[str, KroneckerBlock] = {}
         self.version = 0
 
@@ -51,57 +52,75 @@ class Registry:
 
     def replace(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Takes these blocks instead of the present ones."""
-        self._blocks = {block.key: block for block in sorted(blocks, key=self._position)}
+        order = {name: position for position, name in enumerate(self._parameters)}
+        ordered = sorted(blocks, key=lambda block: (order[block.weight.name], block.weight.box or ()))
+        self._blocks = {block.key: block for block in ordered}
         self.version += 1
 
-    def assign(self, uses: list[Use]) -> list[Assignment]:
+    def drop(self, names: Iterable[str]) -> list[str]:
+        """Forgets the blocks that cover any of these parameters; returns their keys."""
+        lost = [block for name in names for block in self.covering(name)]
+        if lost:
+            self.replace([block for block in self if block not in lost])
+        return [block.key for block in lost]
+
+    def assign(self, uses: Sequence[Use]) -> list[Tap]:
         """Finds or makes the block of every use of one forward pass."""
         by_key: dict[str, list[Use]] = {}
         for use in uses:
             by_key.setdefault(use.weight.label, []).append(use)
-        # A transposed use may be found first: a block is known by the region, and keeps the orientation it was made
-        # with.
         made = [self._make(group) for key, group in by_key.items() if not self._fits(key, group[0])]
         if made:
             kept = [old for old in self if not any(_collide(old, new) for new in made)]
             self.replace(kept + made)
             self._share(made, by_key)
         self._unshare(by_key)
-        return [self._assignment(use) for use in uses]
+        orientations = [self._orientation_for(use) for use in uses]
+        holders: dict[Factor, int] = {}
+        for factor in (factor for block in self for factor in block.factors()):
+            holders[factor] = holders.get(factor, 0) + 1
+        return [
+            Tap(use, self._blocks[use.weight.label], to, holders[to.column] > 1, holders[to.row] > 1)
+            for use, to in zip(uses, orientations, strict=True)
+        ]
 
     def _fits(self, key: str, use: Use) -> bool:
         block = self._blocks.get(key)
-        return block is not None and use.weight in (block.weight, block.weight.transposed()) and use.bias == block.bias
+        if block is None or use.weight not in (block.weight, block.weight.transposed()):
+            return False
+        if use.bias is None and block.bias is not None:
+            # A pass that does not add the bias leaves it in the block; only freezing takes it out.
+            return self._parameters[block.bias.name].requires_grad
+        return use.bias == block.bias
 
     def _make(self, uses: list[Use]) -> KroneckerBlock:
-        first = next((use for use in uses if not isinstance(use.operation, Embedding)), uses[0])
-        parameter = self._parameters[first.weight.name]
-        diagonal = first.operation.diagonal_input
-        orientation = self._orientation(first, parameter, diagonal_input=diagonal)
+        # A look-up's diagonal input factor must not be what a product's dense one is added to.
+        first = next((use for use in uses if not use.operation.diagonal_input), uses[0])
+        orientation = self._new_orientation(first)
         return KroneckerBlock(first.weight, first.bias, kind=first.operation.kind, straight=orientation, swapped=None)
 
-    def _orientation(self, use: Use, parameter: Tensor, *, diagonal_input: bool) -> Orientation:
+    def _new_orientation(self, use: Use) -> Orientation:
+        parameter = self._parameters[use.weight.name]
         stack, rows, columns = use.weight.shape
         columns += use.bias is not None
-        dtype, device, limit = accumulation_dtype(parameter.dtype), parameter.device, self._max_factor_size
+        dtype, device, limit = accumulation_dtype(parameter.dtype), parameter.device, self.max_factor_size
+        diagonal = use.operation.diagonal_input or columns > limit
         row = Factor(stack, rows, diagonal=rows > limit, dtype=dtype, device=device)
-        column = Factor(stack, columns, diagonal=diagonal_input or columns > limit, dtype=dtype, device=device)
-        return Orientation(row, column)
+        return Orientation(row, Factor(stack, columns, diagonal=diagonal, dtype=dtype, device=device))
 
-    def _assignment(self, use: Use) -> Assignment:
+    def _orientation_for(self, use: Use) -> Orientation:
         block = self._blocks[use.weight.label]
         if use.weight == block.weight:
-            return Assignment(block, block.straight)
+            return block.straight
         if block.swapped is None:
-            parameter = self._parameters[use.weight.name]
-            block.swapped = self._orientation(use, parameter, diagonal_input=use.operation.diagonal_input)
+            block.swapped = self._new_orientation(use)
             self.version += 1
-        return Assignment(block, block.swapped)
+        return block.swapped
 
     def _share(self, made: list[KroneckerBlock], by_key: dict[str, list[Use]]) -> None:
-        """Layers fed by one activation get one input factor, layers whose outputs are summed one output factor."""
-        inputs: dict[object, Factor] = {}
-        outputs: dict[object, Factor] = {}
+        """One input factor for layers fed by one activation, one output factor for layers whose outputs are summed."""
+        inputs: dict[int, Factor] = {}
+        outputs: dict[int, Factor] = {}
         for block in made:
             uses = by_key[block.key]
             if len(uses) != 1 or block.straight.column.diagonal or block.straight.row.diagonal:
@@ -112,30 +131,20 @@ class Registry:
                 block.straight.row = outputs.setdefault(uses[0].share_output, block.straight.row)
 
     def _unshare(self, by_key: dict[str, list[Use]]) -> None:
-        """A factor shared so far becomes one per block as soon as a pass shows that it is not the same for all of
-        them.
-        """
+        """A shared factor becomes one per block as soon as a pass shows that it is not the same for all of them."""
         for side in ("row", "column"):
             holders: dict[Factor, list[KroneckerBlock]] = {}
             for block in self:
                 holders.setdefault(getattr(block.straight, side), []).append(block)
             for factor, blocks in holders.items():
                 used = [by_key[block.key] for block in blocks if block.key in by_key]
-                names = {use.share_output if side == "row" else use.share_input for uses in used for use in uses}
+                numbers = {use.share_output if side == "row" else use.share_input for uses in used for use in uses}
                 single = all(len(uses) == 1 for uses in used)
-                if len(blocks) > 1 and used and not (single and len(names) == 1 and None not in names):
+                if len(blocks) > 1 and used and not (single and len(numbers) == 1 and None not in numbers):
                     for block in blocks[1:]:
                         setattr(block.straight, side, factor.copy())
                     self.version += 1
 
-    def _position(self, block: KroneckerBlock) -> tuple[int, tuple[tuple[int, int], ...]]:
-        return self._order[block.weight.name], block.weight.box or ()
-
 
 def _collide(old: KroneckerBlock, new: KroneckerBlock) -> bool:
     return any(a.overlaps(b) for a in old.layouts for b in new.layouts)
-
-
-def device_of(registry: Registry) -> torch.device | None:
-    """Where the factors are, None while there are no blocks."""
-    return next((factor.sum.device for factor in registry.factors()), None)

@@ -7,6 +7,7 @@ nature, so the count of who asks for it is too.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -29,7 +30,10 @@ class _EagerStance:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                self._stance.__exit__(None, None, None)
+                # Whoever changed the stance in the meantime keeps theirs.
+                present = getattr(sys.modules["torch._dynamo.eval_frame"], "_stance", None)
+                if present is None or present == self._stance.stance:
+                    self._stance.__exit__(None, None, None)
                 self._stance = None
 
 

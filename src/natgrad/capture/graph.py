@@ -7,6 +7,7 @@ a parameter, whatever module, function or einsum made it (Ba et al. 2017, Append
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+_BUILT_IN = re.compile(r"Backward\d+$")
 Attributes = Any  # a node's `_saved_*` attributes are made in C++ and unknown to type checkers
 
 
@@ -83,9 +85,12 @@ class Graph:
 
 
 def kind(node: Node) -> str:
-    """A node's class without the number of its overload: ``AddmmBackward0`` → ``Addmm``."""
-    name = type(node).__name__
-    return name.rstrip("0123456789").removesuffix("Backward")
+    """A node's operation without the number of its overload: ``AddmmBackward0`` → ``Addmm``.
+
+    A user's own `torch.autograd.Function` has no number (``AddmmBackward``) and keeps its whole name: it may do
+    anything.
+    """
+    return _BUILT_IN.sub("", type(node).__name__)
 
 
 def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:

@@ -1,75 +1,93 @@
 """Recognising how a node of the graph uses a parameter.
 
 A `Use` is one product, convolution or look-up with a weight (and the bias that is added to it). What is not
-recognised is named, so that the report can
-say why a parameter is left to the optimizer.
+recognised is named, so that the report can say why a parameter is left to the optimizer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved
+from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer
 from natgrad.capture.layout import Layout
 from natgrad.statistics.operations import Convolution, Embedding, Operation, Product
 
 # Nodes between a product and the addition of its bias that keep the last axis, the outputs, in place.
 _RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze")
-# Nodes that compute many layers in one fused kernel, and the reentrant checkpoint: what the report says of them.
-_FUSED = {
-    "CudnnRnn": "inside a fused recurrent kernel, which hides its products",
-    "MkldnnRnnLayer": "inside a fused recurrent kernel, which hides its products",
-    "MiopenRnn": "inside a fused recurrent kernel, which hides its products",
-    "ThnnFusedLstmCell": "inside a fused recurrent cell",
-    "ThnnFusedGruCell": "inside a fused recurrent cell",
-    "NativeBatchNorm": "norm layer",
-    "CudnnBatchNorm": "norm layer",
-    "MiopenBatchNorm": "norm layer",
-    "NativeLayerNorm": "norm layer",
-    "NativeGroupNorm": "norm layer",
-    "FusedRmsNorm": "norm layer",
+# Nodes that only rearrange a tensor, without repeating it.
+_REARRANGEMENTS = (*_RESHAPES, "T", "Transpose", "Permute", "Clone", "ToCopy", "Alias", "Slice", "Select")
+_MEASURES = ("Pow", "Mul", "Abs", "Sum", "Mean", "Sqrt", "LinalgVectorNorm", "Norm")
+_RECURRENT = "inside a fused recurrent kernel, which hides its products"
+_NORM = "norm layer"
+_REASONS = {
+    "CudnnRnn": _RECURRENT,
+    "MkldnnRnnLayer": _RECURRENT,
+    "MiopenRnn": _RECURRENT,
+    "ThnnFusedLstmCell": _RECURRENT,
+    "ThnnFusedGruCell": _RECURRENT,
+    "NativeBatchNorm": _NORM,
+    "CudnnBatchNorm": _NORM,
+    "MiopenBatchNorm": _NORM,
+    "NativeLayerNorm": _NORM,
+    "NativeGroupNorm": _NORM,
+    "FusedRmsNorm": _NORM,
 }
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a weight in one forward pass.
+    """One use of a weight in one forward pass. Holds no node, so that it keeps no graph alive.
 
-    `share_input` and `share_output` name the activation and the derivative within the pass: uses with equal names
-    have equal factors.
+    `bias` belongs to the weight's block; `adds_bias` says whether this use adds it. `share_input` and
+    `share_output` number the activations and derivatives of the pass: uses with equal numbers have equal factors.
+    `packed` says that reading the activation recomputes or copies it.
     """
 
-    node: Node = field(repr=False)
     weight: Layout
-    bias: Layout | None
     operation: Operation
     activation: str
-    share_input: object = None
-    share_output: object = None
+    bias: Layout | None = None
+    adds_bias: bool = False
+    packed: bool = False
+    share_input: int | None = None
+    share_output: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A use, the node that makes it, and the leaf through which the weight's gradient leaves the graph."""
+
+    node: Node
+    leaf: Node
+    use: Use
 
 
 @dataclass
 class Findings:
     """What one graph says of the model's parameters."""
 
-    uses: list[Use] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     unrecognised: dict[str, str] = field(default_factory=dict)
 
 
 def find_uses(graph: Graph, parameters: Mapping[str, Tensor]) -> Findings:
     """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none."""
     findings = Findings()
-    weights: dict[str, list[Use]] = {}
+    weights: dict[str, list[Found]] = {}
     vectors: dict[str, list[tuple[Node, Layout]]] = {}
     for name, parameter in parameters.items():
         for consumer, view in graph.uses_of(parameter):
+            if _is_penalty(graph, consumer):
+                continue
             if (vector := _as_bias(name, parameter, consumer, view)) is not None:
-                product = _biased_product(graph, consumer, vector.shape[1] * vector.shape[0])
+                product = _biased_product(graph, consumer, vector.numel)
                 if product is not None:
                     vectors.setdefault(name, []).append((product, vector))
                     continue
@@ -77,25 +95,27 @@ def find_uses(graph: Graph, parameters: Mapping[str, Tensor]) -> Findings:
             if isinstance(made, str):
                 findings.unrecognised[name] = made
             else:
-                weights.setdefault(name, []).append(made)
+                weights.setdefault(name, []).append(Found(consumer.node, graph.leaves[id(parameter)], made))
+    _drop_products_of_parameters(weights, findings)
+    _drop_overlapping(weights, findings)
     for name in findings.unrecognised:
         weights.pop(name, None)
         vectors.pop(name, None)
-    _drop_overlapping(weights, findings)
-    findings.uses = _with_biases(weights, vectors, findings)
-    findings.uses = [_with_shares(graph, use) for use in findings.uses]
+    findings.found = _with_shares(graph, _with_biases(weights, vectors, findings))
     return findings
 
 
 def _recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
     """A use without its bias, or why there is none."""
     node_kind = kind(consumer.node)
-    if node_kind in _FUSED:
-        return _FUSED[node_kind]
-    if view is None:
-        return f"its use by {node_kind} is not a plain view of it"
+    if node_kind in _REASONS:
+        return _REASONS[node_kind]
     recogniser = _RECOGNISERS.get(node_kind)
-    made = recogniser(name, parameter, consumer, view) if recogniser is not None else None
+    if recogniser is not None and view is None:
+        return f"its use by {node_kind} is not a plain view of it"
+    if recogniser is not None and view is not None and _is_of_parameters(consumer):
+        return "multiplied with another parameter"
+    made = recogniser(name, parameter, consumer, view) if recogniser is not None and view is not None else None
     if made is not None:
         return made
     if parameter.dim() <= 1:
@@ -103,39 +123,89 @@ def _recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | 
     return f"its use by {node_kind} is not recognised"
 
 
-def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
-    """Addmm(bias, x, W), Mm(x, W), Mm(W, x), Bmm(x, W) and Bmm(W, x), stacked or with the weight repeated."""
+def _is_of_parameters(consumer: Consumer) -> bool:
+    """Whether a product's other operand is a bare leaf, rearranged: then its rows are not cases."""
+    if kind(consumer.node) not in _OPERANDS:
+        return False
+    operands = _OPERANDS[kind(consumer.node)]
+    for argument, (producer, _) in enumerate(consumer.node.next_functions):
+        if argument == consumer.argument or (len(operands) == 3 and argument == 0):
+            continue
+        while producer is not None and kind(producer) in _REARRANGEMENTS:
+            producer = producer.next_functions[0][0]
+        if producer is not None and kind(producer) == "AccumulateGrad":
+            leaf: Tensor = producer.variable  # type: ignore[attr-defined]
+            return isinstance(leaf, Parameter)
+    return False
+
+
+def _is_penalty(graph: Graph, consumer: Consumer) -> bool:
+    """Whether a parameter is only measured here (an L2 or L1 term): functions of it alone, down to one number."""
     node = consumer.node
-    names = ("self", "mat1", "mat2") if kind(node) in ("Addmm", "Baddbmm") else ("self", "mat2")
-    if kind(node) in ("Addmm", "Baddbmm") and (consumer.argument == 0 or not _plain_scale(node)):
+    while kind(node) in _MEASURES:
+        if kind(node) == "Mul" and len(set(node.next_functions)) + len(node.next_functions) != 3:
+            return False  # W · W is a measure of W, x · W is not
+        if output_shape(node) == ():
+            return _only_numbers_above(graph, node)
+        following = {other.node for other in graph.consumers[node]}
+        if len(following) != 1:
+            return False
+        node = following.pop()
+    return False
+
+
+def _only_numbers_above(graph: Graph, node: Node) -> bool:
+    """Whether all that becomes of a number is other numbers, up to the loss: it never meets an activation."""
+    above = [consumer.node for consumer in graph.consumers[node]]
+    seen: set[Node] = set()
+    while above:
+        node = above.pop()
+        if output_shape(node) != ():
+            return False
+        if node not in seen:
+            seen.add(node)
+            above += [consumer.node for consumer in graph.consumers[node]]
+    return True
+
+
+_OPERANDS = {
+    "Addmm": ("self", "mat1", "mat2"),
+    "Baddbmm": ("self", "batch1", "batch2"),
+    "Mm": ("self", "mat2"),
+    "Bmm": ("self", "mat2"),
+    "Mv": ("self", "vec"),
+}
+
+
+def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+    """x W and W x, stacked or with the weight repeated."""
+    node = consumer.node
+    names = _OPERANDS[kind(node)]
+    if len(names) == 3 and (consumer.argument == 0 or not _plain_scale(node)):
         return None
-    on_left = names[consumer.argument] != "mat2"
-    activation = "mat2" if on_left else names[-2]
-    matrix_roles = "rc" if on_left else "cr"
+    left, right = names[-2:]
+    on_left = names[consumer.argument] == left
+    roles = "rc" if on_left else "cr"
     stacked = False
     if view.dim() == 3:
         stacked = view.shape[0] > 1 and view.stride(0) != 0
-        matrix_roles = ("s" if stacked else "e") + matrix_roles
-    layout = layouts.from_view(
-        name, parameter.shape, view.shape, view.stride(), int(view.storage_offset()), matrix_roles
-    )
+        roles = ("s" if stacked else "e") + roles
+    layout = _layout(name, parameter, view, roles)
     if layout is None:
         return None
-    return Use(node, layout, None, Product(weight_on_left=on_left, stacked=stacked), activation)
+    return Use(layout, Product(weight_on_left=on_left, stacked=stacked), right if on_left else left)
 
 
 def _matrix_vector(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
-    """Mv(W, x): one row."""
-    if consumer.argument != 0:
-        return None
-    layout = layouts.from_view(name, parameter.shape, view.shape, view.stride(), int(view.storage_offset()), "rc")
-    return None if layout is None else Use(consumer.node, layout, None, Product(), "vec")
+    """W x for one vector x: one row."""
+    layout = _layout(name, parameter, view, "rc") if consumer.argument == 0 else None
+    return None if layout is None else Use(layout, Product(), "vec")
 
 
 def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
     """Convolution(input, weight, bias)."""
     node = consumer.node
-    if consumer.argument != 1 or view.shape != parameter.shape or view.stride() != _plain_strides(parameter):
+    if consumer.argument != 1 or not _is_whole(parameter, view):
         return None
     kernel = tuple(parameter.shape[2:])
 
@@ -153,22 +223,18 @@ def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor)
         groups=int(saved(node, "groups")),
     )
     groups = operation.groups
-    first, second = parameter.shape[0] // groups, parameter.shape[1]
+    axes = (groups, parameter.shape[0] // groups, parameter.shape[1], *kernel)
     roles = "scr" if operation.transposed else "src"
-    axes = (groups, first, second, *kernel)
-    layout = layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel))
-    return Use(node, layout, None, operation, "input")
+    return Use(layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel)), operation, "input")
 
 
 def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
     """Embedding(weight, indices) with dense, unscaled gradients."""
     node = consumer.node
-    if view.shape != parameter.shape or saved(node, "sparse") or saved(node, "scale_grad_by_freq"):
+    if not _is_whole(parameter, view) or saved(node, "sparse") or saved(node, "scale_grad_by_freq"):
         return None
     layout = layouts.whole(name, parameter.shape, parameter.shape, "cr")
-    padding = saved(node, "padding_idx")
-    padding = padding - 2**64 if padding >= 2**63 else padding
-    return Use(node, layout, None, Embedding(parameter.shape[0], int(padding)), "indices")
+    return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), "indices")
 
 
 _RECOGNISERS = {
@@ -182,16 +248,16 @@ _RECOGNISERS = {
 }
 
 
+def _layout(name: str, parameter: Tensor, view: Tensor, roles: str) -> Layout | None:
+    return layouts.from_view(name, parameter.shape, view.shape, view.stride(), int(view.storage_offset()), roles)
+
+
+def _is_whole(parameter: Tensor, view: Tensor) -> bool:
+    return view.shape == parameter.shape and view.is_contiguous()
+
+
 def _plain_scale(node: Node) -> bool:
     return bool(saved(node, "alpha") == 1 and saved(node, "beta") == 1)
-
-
-def _plain_strides(parameter: Tensor) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(parameter.shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _as_bias(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Layout | None:
@@ -206,9 +272,7 @@ def _as_bias(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | No
 
 
 def _biased_product(graph: Graph, consumer: Consumer, size: int) -> Node | None:
-    """The product, convolution or look-up whose output a vector of `size` is added to, if the sum is all that
-    becomes of it.
-    """
+    """The product or convolution whose output a vector of `size` is added to, if the sum is all that becomes of it."""
     node = consumer.node
     if kind(node) == "Addmm":
         return node if consumer.argument == 0 and _plain_scale(node) else None
@@ -217,11 +281,10 @@ def _biased_product(graph: Graph, consumer: Consumer, size: int) -> Node | None:
     if saved(node, "alpha") != 1 or len(node.next_functions) != 2:
         return None
     producer = node.next_functions[1 - consumer.argument][0]
-    whole_shape = output_shape(node)
     while producer is not None and kind(producer) in (*_RESHAPES, "Mm", "Bmm", "Mv"):
         shape = output_shape(producer)
-        complete = _elements(shape) == _elements(whole_shape)
-        if not complete or shape[-1] != size or graph.only_consumer(producer) is None:
+        complete = math.prod(shape) == math.prod(output_shape(node))
+        if not complete or shape[-1:] != (size,) or graph.only_consumer(producer) is None:
             return None
         if kind(producer) not in _RESHAPES:
             return producer
@@ -229,107 +292,119 @@ def _biased_product(graph: Graph, consumer: Consumer, size: int) -> Node | None:
     return None
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def _drop_products_of_parameters(weights: dict[str, list[Found]], findings: Findings) -> None:
+    """Two weights at one node (U V, W W): their rows are not cases, whichever operand they are."""
+    holders: dict[Node, list[str]] = {}
+    for name, uses in weights.items():
+        for one in uses:
+            holders.setdefault(one.node, []).append(name)
+    for names in holders.values():
+        if len(names) > 1:
+            findings.unrecognised |= dict.fromkeys(names, "multiplied with another parameter")
 
 
-def _drop_overlapping(weights: dict[str, list[Use]], findings: Findings) -> None:
+def _drop_overlapping(weights: dict[str, list[Found]], findings: Findings) -> None:
     """A parameter used whole in one place and in slices in another has no block of its own; say so."""
-    for name, uses in list(weights.items()):
-        regions = {use.weight.box for use in uses}
-        mixed = any(a.weight.box != b.weight.box and a.weight.overlaps(b.weight) for a in uses for b in uses)
-        by_region = {box: [use.weight for use in uses if use.weight.box == box] for box in regions}
-        twisted = any(
-            layout not in (group[0], group[0].transposed()) for group in by_region.values() for layout in group
+    for name, uses in weights.items():
+        seen = [one.use.weight for one in uses]
+        fitting = all(
+            a in (b, b.transposed()) if a.box == b.box else not a.overlaps(b) for a in seen for b in seen if a is not b
         )
-        if mixed or twisted:
+        if not fitting:
             findings.unrecognised[name] = "used in regions that overlap without being equal"
-            del weights[name]
 
 
 def _with_biases(
-    weights: dict[str, list[Use]], vectors: dict[str, list[tuple[Node, Layout]]], findings: Findings
-) -> list[Use]:
-    """Joins a bias to its weight where every use of either has the other; other biases are left to the optimizer."""
-    by_node: dict[Node, list[Layout]] = {}
-    for additions in vectors.values():
-        for node, vector in additions:
-            by_node.setdefault(node, []).append(vector)
-    groups: dict[tuple[str, object], list[Use]] = {}
+    weights: dict[str, list[Found]], vectors: dict[str, list[tuple[Node, Layout]]], findings: Findings
+) -> list[Found]:
+    """Joins a bias to the weight whose uses alone it is added to; other biases are left to the optimizer.
+
+    Not every use of the weight need add it: one that does not has a 0 in the bias's coordinate instead of a 1.
+    """
+    by_node: dict[Node, Layout] = {node: vector for added in vectors.values() for node, vector in added}
+    groups: dict[tuple[str, object], list[Found]] = {}
     for uses in weights.values():
-        for use in uses:
-            groups.setdefault((use.weight.name, use.weight.box), []).append(use)
-    joined: list[Use] = []
-    attached: dict[Layout, int] = {}
+        for one in uses:
+            groups.setdefault((one.use.weight.name, one.use.weight.box), []).append(one)
+    joined: set[Layout] = set()
+    result: list[Found] = []
     for group in groups.values():
-        candidates = {tuple(by_node.get(use.node, [])) for use in group}
-        bias = next(iter(candidates))[0] if len(candidates) == 1 and len(next(iter(candidates))) == 1 else None
-        one_way = all(use.weight == group[0].weight for use in group)
-        takes_bias = not isinstance(group[0].operation, Embedding) and not _stacked(group[0])
-        if bias is None or not one_way or not takes_bias or not _all_on(bias, group, vectors):
-            joined.extend(group)
+        nodes = {one.node for one in group}
+        biases = {by_node[node] for node in nodes if node in by_node}
+        bias = biases.pop() if len(biases) == 1 else None
+        if bias is not None and not (_takes_bias(group, bias) and _only_here(bias, nodes, vectors)):
+            bias = None
+        if bias is None:
+            result += group
             continue
-        stack, rows, _ = group[0].weight.shape
-        column = layouts.from_view(
-            bias.name, bias.parameter_shape, (stack, rows), (rows, 1), bias.box[0][0] if bias.box else 0, "sr"
-        )
-        assert column is not None, "a slice of a vector is a dense box"
-        attached[bias] = 1
-        joined.extend(Use(use.node, use.weight, column, use.operation, use.activation) for use in group)
-    for name, additions in vectors.items():
-        if any(vector not in attached for _, vector in additions):
-            findings.unrecognised[name] = "a bias that is not added at every use of one weight alone"
-    dropped = {name for name in findings.unrecognised if name in vectors}
+        joined.add(bias)
+        stack, rows, _ = group[0].use.weight.shape
+        start = bias.box[0][0] if bias.box else 0
+        column = layouts.from_view(bias.name, bias.parameter_shape, (stack, rows), (rows, 1), start, "sr")
+        for one in group:
+            result.append(replace(one, use=replace(one.use, bias=column, adds_bias=one.node in by_node)))
+    dropped = {name for name, added in vectors.items() if any(vector not in joined for _, vector in added)}
+    findings.unrecognised |= dict.fromkeys(dropped, "a bias that is not added to the products of one weight alone")
     return [
-        Use(use.node, use.weight, None, use.operation, use.activation)
-        if use.bias is not None and use.bias.name in dropped
-        else use
-        for use in joined
+        replace(one, use=replace(one.use, bias=None, adds_bias=False))
+        if one.use.bias is not None and one.use.bias.name in dropped
+        else one
+        for one in result
     ]
 
 
-def _stacked(use: Use) -> bool:
-    return isinstance(use.operation, Product) and use.operation.stacked
+def _takes_bias(group: list[Found], bias: Layout) -> bool:
+    """Whether the uses have one orientation, in which the vector lies along their outputs."""
+    stack, rows, _ = group[0].use.weight.shape
+    plain = all(
+        isinstance(one.use.operation, Convolution)
+        or (
+            isinstance(one.use.operation, Product)
+            and not one.use.operation.stacked
+            and not one.use.operation.weight_on_left
+        )
+        for one in group
+    )
+    return plain and all(one.use.weight == group[0].use.weight for one in group) and bias.numel == stack * rows
 
 
-def _all_on(bias: Layout, group: list[Use], vectors: dict[str, list[tuple[Node, Layout]]]) -> bool:
-    """Whether the bias is added to these uses and to nothing else."""
-    nodes = {use.node for use in group}
+def _only_here(bias: Layout, nodes: set[Node], vectors: dict[str, list[tuple[Node, Layout]]]) -> bool:
     return all(node in nodes for node, vector in vectors[bias.name] if vector.overlaps(bias))
 
 
-def _with_shares(graph: Graph, use: Use) -> Use:
-    """Names the activation by where it lies in memory, and the derivative by the sum that it comes from."""
-    return Use(
-        use.node,
-        use.weight,
-        use.bias,
-        use.operation,
-        use.activation,
-        _activation_identity(use),
-        _derivative_identity(graph, use),
-    )
+def _with_shares(graph: Graph, found: list[Found]) -> list[Found]:
+    """Numbers activations by where they lie in memory, and derivatives by the sum that they come from."""
+    inputs: dict[object, int] = {}
+    outputs: dict[object, int] = {}
+    result = []
+    for one in found:
+        packed = has_unpack_hook(one.node, one.use.activation)
+        activation = None if packed else _activation_identity(one)
+        derivative = _derivative_identity(graph, one)
+        numbers = [
+            None if identity is None else known.setdefault(identity, len(known))
+            for identity, known in ((activation, inputs), (derivative, outputs))
+        ]
+        use = replace(one.use, packed=packed, share_input=numbers[0], share_output=numbers[1])
+        result.append(replace(one, use=use))
+    return result
 
 
-def _activation_identity(use: Use) -> object:
-    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so an address names one
-    of them.
+def _activation_identity(one: Found) -> object:
+    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so an address names
+    one.
     """
-    if has_unpack_hook(use.node, use.activation):
-        return None
-    tensor: Tensor = saved(use.node, use.activation)
+    tensor: Tensor = saved(one.node, one.use.activation)
     place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return (place, use.operation, use.weight.shape[2], use.bias is not None)
+    return (place, one.use.operation, one.use.weight.shape[2], one.use.bias is not None, one.use.adds_bias)
 
 
-def _derivative_identity(graph: Graph, use: Use) -> object:
+def _derivative_identity(graph: Graph, one: Found) -> object:
     """Equal for uses whose outputs are summed, so that one derivative reaches all of them."""
-    if not isinstance(use.operation, Product) or use.operation.weight_on_left or use.operation.stacked:
+    operation = one.use.operation
+    if not isinstance(operation, Product) or operation.weight_on_left or operation.stacked:
         return None
-    node, outputs, added = use.node, use.weight.shape[1], False
+    node, outputs, added = one.node, one.use.weight.shape[1], False
     while (consumer := graph.only_consumer(node)) is not None:
         above = consumer.node
         shape = output_shape(above)

@@ -6,22 +6,21 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch._dynamo
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.capture.eager import ForceEager
 
 Observer = Callable[[Any], None]
-_MARK = "natgrad"
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The user's module inside DDP, DataParallel, torch.compile and checkpoint wrappers."""
+    """The user's module inside DDP, DataParallel and torch.compile."""
     while True:
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-            model = model._orig_mod
+        # A compiled model is known by its wrapper's one attribute: asking for its class would import the compiler.
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         else:
@@ -65,8 +64,6 @@ class Watch:
         self._observer: Observer = observer
         self._eager = ForceEager()
         self._forward: RemovableHandle | None = None
-        self._taps: list[RemovableHandle] = []
-        self._mark = object()
         weakref.finalize(owner, self.disarm)
 
     @property
@@ -81,29 +78,8 @@ class Watch:
             self._forward = self._model.register_forward_hook(_ForwardHook(self._model, self._observer))
 
     def disarm(self) -> None:
-        """Removes every hook."""
+        """Stops observing."""
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-        self.drop_taps()
         self._eager.release()
-
-    def claim(self, node: Node) -> bool:
-        """Marks a node as tapped; False if it already is, as when a later pass reaches back into an earlier one."""
-        metadata: dict[str, list[object]] = getattr(node, "metadata")  # noqa: B009 - a property that the stubs call a method
-        marks = metadata.setdefault(_MARK, [])
-        if any(mark is self._mark for mark in marks):
-            return False
-        marks.append(self._mark)
-        return True
-
-    def keep(self, taps: list[RemovableHandle]) -> None:
-        """Remembers hooks on nodes, to remove those that no backward reaches."""
-        self._taps += taps
-
-    def drop_taps(self) -> None:
-        """Removes the hooks on nodes and forgets which nodes were tapped."""
-        for tap in self._taps:
-            tap.remove()
-        self._taps = []
-        self._mark = object()

@@ -1,7 +1,4 @@
-"""Gradients that K-FAC leaves to the optimizer: checked for NaN with the rest, and dropped with the rest.
-
-They go through one flat tensor, so that this takes a handful of launches and not a few per parameter.
-"""
+"""Gradients that K-FAC leaves to the optimizer: checked for NaN with the rest, and dropped with the rest."""
 
 from __future__ import annotations
 
@@ -10,22 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Tensors up to this size go through one flat tensor a dtype, a handful of launches for all; larger ones are not copied.
+_SMALL = 2**16
 
-class Guard:
-    """A set of gradients as one flat tensor."""
 
-    def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self._gradients = list(gradients)
-        self._flat = torch.cat([gradient.flatten() for gradient in self._gradients]) if self._gradients else None
+def all_finite(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Whether all of them are finite, on the device; None where there are none."""
+    if not gradients:
+        return None
+    return torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])).all()
 
-    def finite(self) -> Tensor | None:
-        """Whether all of them are finite, on the device; None where there are none."""
-        return None if self._flat is None else torch.isfinite(self._flat).all()
 
-    def drop_unless(self, finite: Tensor) -> None:
-        """Sets them to zero, in place, unless `finite`."""
-        if self._flat is None:
-            return
-        kept = torch.where(finite, self._flat, 0).split([gradient.numel() for gradient in self._gradients])
-        shaped = [part.reshape(gradient.shape) for part, gradient in zip(kept, self._gradients, strict=True)]
-        torch._foreach_copy_(self._gradients, shaped)
+def drop_unless(finite: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Sets gradients to zero, in place, unless `finite`; without asking the device where that would mean to wait."""
+    if finite.device.type == "cpu":
+        for gradient in () if bool(finite) else gradients:
+            gradient.zero_()
+        return
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel() <= _SMALL:
+            small.setdefault(gradient.dtype, []).append(gradient)
+        else:
+            gradient.masked_fill_(~finite, 0)
+    for group in small.values():
+        flat = torch.cat([gradient.flatten() for gradient in group])
+        kept = torch.where(finite, flat, torch.zeros_like(flat)).split([gradient.numel() for gradient in group])
+        torch._foreach_copy_(group, [part.reshape(g.shape) for part, g in zip(kept, group, strict=True)])

@@ -5,7 +5,7 @@ where.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from natgrad.precondition.trust_region import Clip, clip
 from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
 
 LearningRate = float | Tensor
-
-
-@dataclass(frozen=True)
-class Refresh:
-    """What a refresh did: how many decompositions failed and kept their last good form."""
-
-    solved: int
-    failed: int
 
 
 class Preconditioner:
@@ -45,8 +37,8 @@ class Preconditioner:
         return (block.key, "row"), (block.key, "column")
 
     @torch.no_grad()
-    def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int) -> Refresh:
-        """Decomposes the blocks' present factors."""
+    def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int) -> int:
+        """Decomposes the blocks' present factors. Returns how many failed and kept their last good form."""
         estimates = {block: block.estimate() for block in blocks}
         factors: dict[Hashable, Tensor] = {}
         scales: dict[KroneckerBlock, Tensor] = {}
@@ -61,7 +53,7 @@ class Preconditioner:
                 self._sides[key] = side
         for block, scale in scales.items():
             self._install(block, scale, step)
-        return Refresh(len(result.sides), sum(map(sum, result.failed.values())))
+        return sum(map(sum, result.failed.values()))
 
     def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
         if self.solver == "eigen":

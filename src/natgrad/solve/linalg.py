@@ -55,7 +55,8 @@ def _eigh(stack: Tensor) -> Results:
     padded = _PADDED if stack.is_cuda and _PAD_ABOVE < size < _PADDED else size
     if padded > size:
         # The bound on F's eigenvalues on the new diagonal keeps them first in the order, and their vectors apart.
-        bound = 2 * torch.linalg.vector_norm(stack, dim=(-2, -1)) + 1
+        norm = torch.linalg.vector_norm(stack, dim=(-2, -1))
+        bound = torch.where(norm > 0, 2 * norm, 1.0)
         wide = stack.new_zeros(stack.shape[0], padded, padded)
         wide[:, :size, :size] = stack
         wide.diagonal(dim1=-2, dim2=-1)[:, size:] = bound[:, None]

@@ -38,7 +38,7 @@ class Operation(Protocol):
         """How many (activation, derivative) pairs there are per stack entry; a tensor where only the device knows."""
 
     def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        """Sum over rows of a aᵀ, with a 1 appended to each a for a bias."""
+        """Sum over rows of a aᵀ, with a 1 appended to each a where the use adds a bias."""
 
     def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
         """Sum over rows of g gᵀ."""
@@ -105,14 +105,6 @@ class Convolution:
     def rows(self, activation: Tensor) -> int:
         """See `Operation`."""
         return activation.shape[0] * math.prod(self.places(activation.shape))
-
-    def patches(self, activation: Tensor) -> Tensor:
-        """(N, C, *spatial) → (groups, N · places, C / groups · kernel elements): what each output place sees."""
-        view = self._patch_view(activation)
-        groups, _, channels = view.shape[:3]
-        kernel = len(self.kernel)
-        order = (0, 1, *range(3, 3 + kernel), 2, *range(3 + kernel, 3 + 2 * kernel))
-        return view.permute(order).reshape(groups, -1, channels * math.prod(self.kernel))
 
     def _patch_view(self, x: Tensor) -> Tensor:
         """→ a view (groups, N, C / groups, *places, *kernel) of the padded input."""

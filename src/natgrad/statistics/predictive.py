@@ -20,16 +20,18 @@ PREDICTIVES = ("categorical", "bernoulli", "gaussian")
 Predictive = str | Callable[[Any], distributions.Distribution]
 
 
-def class_axis(output: Tensor) -> int:
+def class_axis(shape: torch.Size) -> int:
     """(N, classes), (N, length, classes), or (N, classes, height, width, ...): where the classes are."""
-    return 1 if output.dim() >= 4 else -1
+    return 1 if len(shape) >= 4 else -1
 
 
 def count_predictions(output: Tensor) -> int:
     """How many predictions an output holds: its elements over the class axis."""
-    if output.dim() <= 1:
-        return output.numel()
-    return output.numel() // max(1, output.shape[class_axis(output)])
+    return _count(output.shape, class_axis(output.shape))
+
+
+def _count(shape: torch.Size, axis: int) -> int:
+    return shape.numel() if len(shape) <= 1 else shape.numel() // max(1, shape[axis])
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,21 @@ class Predicted(Protocol):
         """A set whose outer products sum to the expectation over targets."""
 
 
-@dataclass(frozen=True)
 class _Elements:
     """Common to the built-in distributions: a root with its classes moved last, (cases, places, classes)."""
 
-    root: Tensor
+    def __init__(self, root: Tensor, axis: int | None = None) -> None:
+        self.root = root
+        self._axis = class_axis(root.shape) if axis is None else axis
 
     @property
     def terms(self) -> float:
-        return count_predictions(self.root)
+        return _count(self.root.shape, self._axis)
 
     @property
     def _values(self) -> Tensor:
         root = self.root.detach()
-        last = root.movedim(class_axis(root), -1) if root.dim() > 1 else root.unsqueeze(-1)
+        last = root.movedim(self._axis, -1) if root.dim() > 1 else root.unsqueeze(-1)
         wide = last if last.dtype == torch.float64 else last.float()
         return wide.reshape(wide.shape[0], -1, wide.shape[-1])
 
@@ -75,25 +78,30 @@ class _Elements:
         root = self.root
         if root.dim() <= 1:
             return Derivative(root, gradient.reshape(root.shape).to(root.dtype))
-        axis = class_axis(root)
-        moved = root.movedim(axis, -1).shape
-        return Derivative(root, gradient.reshape(moved).movedim(-1, axis).to(root.dtype))
+        moved = root.movedim(self._axis, -1).shape
+        return Derivative(root, gradient.reshape(moved).movedim(-1, self._axis).to(root.dtype))
 
     def _columns(self, columns: Tensor) -> Iterator[Derivative]:
-        """One derivative per place and column of (cases, places, classes, columns); places are never mixed, so that
-        they stay uncorrelated.
+        """One derivative per place and column of (cases, places, classes, columns); places are never mixed.
+
+        Each case gets a random sign. It cancels in every outer product of one case with itself, and keeps cases
+        uncorrelated where a derivative is summed over them (a position embedding, batch norm).
         """
+        generator = torch.Generator().manual_seed(0)
         for place in range(columns.shape[1]):
             for column in range(columns.shape[3]):
+                signs = torch.randint(0, 2, (columns.shape[0], 1), generator=generator) * 2 - 1
                 gradient = torch.zeros_like(columns[..., 0])
-                gradient[:, place] = columns[:, place, :, column]
+                gradient[:, place] = columns[:, place, :, column] * signs.to(columns)
                 yield self._derivative(gradient)
 
 
 class _Categorical(_Elements):
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         p = self._values.softmax(-1)
-        drawn = torch.multinomial(p.flatten(0, 1), 1, generator=generator).reshape(*p.shape[:-1], 1)
+        # A NaN batch must not end the run here: it draws anything, its derivative stays NaN, and is refused later.
+        safe = torch.where(torch.isfinite(p), p, 1.0)
+        drawn = torch.multinomial(safe.flatten(0, 1), 1, generator=generator).reshape(*p.shape[:-1], 1)
         return self._derivative(p.scatter_add(-1, drawn, -torch.ones_like(p[..., :1])))
 
     def exact(self) -> Iterator[Derivative]:
@@ -105,7 +113,7 @@ class _Categorical(_Elements):
 class _Bernoulli(_Elements):
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         p = self._values.sigmoid()
-        return self._derivative(p - torch.bernoulli(p, generator=generator))
+        return self._derivative(p - torch.bernoulli(p.nan_to_num(0.5), generator=generator))
 
     def exact(self) -> Iterator[Derivative]:
         p = self._values.sigmoid()
@@ -116,7 +124,7 @@ class _Gaussian(_Elements):
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         mean = self._values
         noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-        return self._derivative(noise)
+        return self._derivative(torch.where(torch.isfinite(mean), noise, torch.nan))
 
     def exact(self) -> Iterator[Derivative]:
         yield from self._columns(torch.ones_like(self._values).diag_embed())
@@ -139,8 +147,8 @@ class _Custom:
     def terms(self) -> float:
         """A categorical or vector-valued batch entry is one prediction, a scalar one an element of it."""
         own = self.distribution
-        whole = bool(own.event_shape) or isinstance(own, distributions.Categorical) or len(own.batch_shape) < 2
-        return (own.batch_shape if whole else own.batch_shape[:-1]).numel()
+        whole = bool(own.event_shape) or isinstance(own, distributions.Categorical)
+        return own.batch_shape.numel() if whole else _count(own.batch_shape, class_axis(own.batch_shape))
 
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         if generator is not None:
@@ -158,7 +166,7 @@ class _Custom:
         while isinstance(distribution, distributions.Independent):
             distribution = distribution.base_dist
         if isinstance(distribution, distributions.Categorical | distributions.OneHotCategorical):
-            yield from _Categorical(distribution.logits).exact()
+            yield from _Categorical(distribution.logits, -1).exact()
         elif isinstance(distribution, distributions.Bernoulli):
             yield from _Bernoulli(distribution.logits).exact()
         elif isinstance(distribution, distributions.Normal):
