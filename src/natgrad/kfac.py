@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -16,7 +18,7 @@ from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
 from natgrad.capture.watch import Watch, clean_name, innermost
-from natgrad.errors import Warner
+from natgrad.errors import NatgradWarning, Warner
 from natgrad.metrics import Metrics, eigenvalue_range
 from natgrad.options import Hyperparameter, Interval, Number, choice
 from natgrad.precondition.guard import all_finite, drop_unless
@@ -55,9 +57,9 @@ class KFAC:
             (their expectation; one backward per output).
         predictive: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a callable from the
             model's output to a `torch.distributions` object.
-        loss_terms: N: how many terms the loss of a whole step is a mean over, where that is not the number of
-            predictions in the model's output: 1 for a summed loss,
-            all elements for `nn.MSELoss`, all micro-batches together for an accumulated loss divided by their number.
+        loss_terms: N, for the empirical Fisher: how many terms the loss of a whole step is a mean over, where that is
+            not the number of predictions in the model's output: 1 for a summed loss, all elements for `nn.MSELoss`,
+            all micro-batches together for an accumulated loss divided by their number.
         sharing: ``"expand"``: places and tokens count as uncorrelated rows.
         exclude: name patterns (``"head.*"``) of parameters to leave to the optimizer.
         max_factor_size: sides larger than this get a diagonal factor.
@@ -565,6 +567,12 @@ def _refuse_several_ranks(model: nn.Module) -> None:
     ranks = max((wrapper.process_group.size() for wrapper in wrappers), default=1)
     if ranks > 1:
         raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        warnings.warn(
+            f"natgrad does not average factors over ranks yet: if the {ranks} ranks train one model, they will drift apart",
+            NatgradWarning,
+            stacklevel=3,
+        )
 
 
 def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
