@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -17,10 +14,18 @@ from natgrad import checkpoint
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
-from natgrad.capture.watch import Watch, clean_name, innermost
-from natgrad.errors import NatgradWarning, Warner
+from natgrad.capture.watch import Watch, innermost
+from natgrad.errors import Warner
 from natgrad.metrics import Metrics, eigenvalue_range
 from natgrad.options import Hyperparameter, Interval, Number, choice
+from natgrad.parameters import (
+    any_nonzero,
+    creates_state,
+    named_parameters,
+    parameters_of,
+    patterns,
+    refuse_several_ranks,
+)
 from natgrad.precondition.guard import all_finite, drop_unless
 from natgrad.precondition.preconditioner import LearningRate, Preconditioner
 from natgrad.report import Report, build_report
@@ -109,9 +114,9 @@ class KFAC:
         if max_factor_size < 1:
             raise ValueError(f"max_factor_size must be at least 1, got {max_factor_size}")
 
-        _refuse_several_ranks(model)
-        self._parameters = _named_parameters(model)
-        self._exclude = _patterns(exclude, self._parameters)
+        refuse_several_ranks(model)
+        self._parameters = named_parameters(model)
+        self._exclude = patterns(exclude, self._parameters)
         self._model = innermost(model)
         self._optimizer = optimizer
         self._rates: dict[int, LearningRate] = {}
@@ -210,7 +215,7 @@ class KFAC:
                 "an optimizer with a closure computes its gradients inside step(), after K-FAC's turn: "
                 "detach() and call kfac.step() at the end of the closure"
             )
-        if self._gradients_present() and not _creates_state(optimizer):
+        if self._gradients_present() and not creates_state(optimizer):
             self._advance()
 
     @torch.no_grad()
@@ -280,7 +285,7 @@ class KFAC:
 
     def _follow_replaced_modules(self) -> None:
         """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
-        present = _parameters_of(self._model)
+        present = parameters_of(self._model)
         if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
             changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
             self._registry.drop(changed)
@@ -291,7 +296,7 @@ class KFAC:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
         if window.terms == 0:
-            if not _any_nonzero(gradients.values()):
+            if not any_nonzero(gradients.values()):
                 window.close()
                 return False
             raise RuntimeError(
@@ -303,7 +308,7 @@ class KFAC:
         missing = [
             block.names[0]
             for block in window.without_statistics()
-            if _any_nonzero(gradients[layout.name] for layout in block.layouts)
+            if any_nonzero(gradients[layout.name] for layout in block.layouts)
         ]
         if missing:
             raise RuntimeError(
@@ -534,60 +539,3 @@ class KFAC:
 
 def _names(block: KroneckerBlock) -> list[str]:
     return [layout.name for layout in block.layouts]
-
-
-def _any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
-    """Asks the device; for the rare case that statistics are missing."""
-    present = (tensor for tensor in tensors if tensor is not None)
-    return any(bool((t.coalesce().values() if t.is_sparse else t).count_nonzero() > 0) for t in present)
-
-
-def _creates_state(optimizer: torch.optim.Optimizer) -> bool:
-    """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
-    groups = optimizer.param_groups
-    if any(group["lr"] != 0 for group in groups if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda):
-        return False
-    return not _any_nonzero(parameter.grad for group in groups for parameter in group["params"])
-
-
-def _patterns(exclude: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"exclude={pattern!r} matches no parameter of this model{hint}")
-    return patterns
-
-
-def _refuse_several_ranks(model: nn.Module) -> None:
-    """Factors are not averaged over ranks yet: replicas would precondition differently and drift apart, silently."""
-    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    ranks = max((wrapper.process_group.size() for wrapper in wrappers), default=1)
-    if ranks > 1:
-        raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
-    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-        warnings.warn(
-            f"natgrad does not average factors over ranks yet: if the {ranks} ranks train one model, they will drift apart",
-            NatgradWarning,
-            stacklevel=3,
-        )
-
-
-def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
-
-
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = _parameters_of(innermost(model))
-    trainable = [p for p in parameters.values() if p.requires_grad]
-    if not trainable:
-        raise ValueError("this model has no trainable parameters (all are missing or have requires_grad=False)")
-    devices = {str(p.device): name for name, p in parameters.items()}
-    if len(devices) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters must be on one device: {where}")
-    if "meta" in devices:
-        raise ValueError("the parameters are on the meta device: materialise the model before constructing KFAC")
-    return parameters

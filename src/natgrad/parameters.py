@@ -1,0 +1,75 @@
+"""A model's parameters: their names, and what must be true of them before K-FAC begins."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+from fnmatch import fnmatch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from natgrad.capture.watch import clean_name, innermost
+from natgrad.errors import NatgradWarning
+
+
+def any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
+    """Asks the device; for the rare case that statistics are missing."""
+    present = (tensor for tensor in tensors if tensor is not None)
+    return any(bool((t.coalesce().values() if t.is_sparse else t).count_nonzero() > 0) for t in present)
+
+
+def creates_state(optimizer: torch.optim.Optimizer) -> bool:
+    """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
+    groups = optimizer.param_groups
+    if any(group["lr"] != 0 for group in groups if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda):
+        return False
+    return not any_nonzero(parameter.grad for group in groups for parameter in group["params"])
+
+
+def patterns(exclude: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Name patterns, each of which must match something."""
+    wanted = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    known = list(names)
+    for pattern in wanted:
+        if not any(fnmatch(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"exclude={pattern!r} matches no parameter of this model{hint}")
+    return wanted
+
+
+def refuse_several_ranks(model: nn.Module) -> None:
+    """Factors are not averaged over ranks yet: replicas would precondition differently and drift apart, silently."""
+    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    ranks = max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+    if ranks > 1:
+        raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        warnings.warn(
+            f"natgrad does not average factors over ranks yet: if the {ranks} ranks train one model, they drift apart",
+            NatgradWarning,
+            stacklevel=3,
+        )
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters under their names, without what wrappers put into these."""
+    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model that K-FAC can work on, or an error that says why it cannot."""
+    parameters = parameters_of(innermost(model))
+    trainable = [p for p in parameters.values() if p.requires_grad]
+    if not trainable:
+        raise ValueError("this model has no trainable parameters (all are missing or have requires_grad=False)")
+    devices = {str(p.device): name for name, p in parameters.items()}
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters must be on one device: {where}")
+    if "meta" in devices:
+        raise ValueError("the parameters are on the meta device: materialise the model before constructing KFAC")
+    return parameters
