@@ -635,7 +635,7 @@ def test_metrics_are_plain_numbers() -> None:
 def test_report_prints_a_table_before_and_after_the_first_pass() -> None:
     model = mlp()
     kfac = KFAC(model, kl_clip=None)
-    assert "no forward pass seen yet" in str(kfac.report())
+    assert "not known yet: run one training step" in str(kfac.report())
     loss_of(model, *data()).backward()
     kfac.step()
     text = str(kfac.report())

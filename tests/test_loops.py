@@ -619,3 +619,88 @@ def test_another_damping_rule_inverts_anew() -> None:
         kfac.step()
         results.append(gradients(model)["0.weight"])
     torch.testing.assert_close(*results, **TIGHT)
+
+
+# What a newcomer does
+
+
+def test_weights_alone_in_the_optimizer_get_blocks_without_their_biases() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+    kfac = KFAC(model, factor_update_steps=1).attach(optimizer)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()  # leaves the biases' gradients to pile up
+        loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [block.names for block in kfac.blocks] == [("0.weight",), ("2.weight",)]
+    assert kfac.report()["0.bias"].reason == "not in the attached optimizer"
+    assert losses[-1] < losses[0]
+
+
+def test_a_cell_run_twice_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = KFAC(model).attach(optimizer)
+    second = KFAC(model)
+    with pytest.raises(RuntimeError, match=r"another KFAC .* detach\(\) it first"):
+        second.attach(optimizer)
+    first.detach()
+    second.attach(optimizer)
+
+
+def test_one_optimizer_for_two_networks_takes_a_kfac_each() -> None:
+    actor, critic = mlp(), mlp()
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+    pair = [KFAC(net).attach(optimizer) for net in (actor, critic)]
+    (loss_of(actor, *batch()) + loss_of(critic, *batch(seed=2))).backward()
+    optimizer.step()
+    assert [kfac.steps for kfac in pair] == [1, 1]
+
+
+def test_nan_is_told_at_once_on_a_cpu() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    KFAC(model).attach(optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, x * (math.nan if step == 2 else 1.0), y).backward()
+        if step == 2:
+            with pytest.warns(NatgradWarning, match="gradients of 1 steps were set to zero"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_one_class_is_no_classification() -> None:
+    model = nn.Linear(4, 1).double()
+    kfac = KFAC(model, kl_clip=None, fisher="sampled")
+    with pytest.raises(ValueError, match="did you mean predictive='gaussian'"):
+        model(batch()[0])
+    kfac.detach()
+
+
+def test_messages_name_what_was_wrong() -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
+        KFAC(model, generator=0)  # type: ignore[arg-type]
+    kfac = KFAC(model, kl_clip=None, damping=lambda: 1e-3)  # type: ignore[misc, arg-type]
+    loss_of(model, *batch()).backward()
+    with pytest.raises(TypeError, match="damping must be a number or a callable of the step"):
+        kfac.step()
+    with pytest.raises(ValueError, match="not the whole checkpoint"):
+        kfac.load_state_dict({"model": model.state_dict(), "kfac": kfac.state_dict()})
+
+
+def test_report_tells_how_far_it_is() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model)
+    assert "0 steps taken, not attached to an optimizer" in str(kfac.report())
+    kfac.attach(optimizer)
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    assert "4 of 4 parameters (100.0% of all weights) have a block" in str(kfac.report())
+    assert "1 steps taken" in str(kfac.report())

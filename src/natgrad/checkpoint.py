@@ -60,7 +60,10 @@ def load_blocks(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> l
     """New blocks from a checkpoint, checked against the model's parameters."""
     version = state.get("version")
     if version != VERSION:
-        raise ValueError(f"this is not a natgrad checkpoint of version {VERSION} (version: {version!r})")
+        raise ValueError(
+            f"this is not a natgrad checkpoint of version {VERSION} (version: {version!r}): "
+            "pass what kfac.state_dict() returned, not the whole checkpoint"
+        )
     missing = [key for key in _KEYS if key not in state]
     if missing:
         raise ValueError(f"the checkpoint lacks {', '.join(map(repr, missing))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
@@ -28,13 +29,14 @@ from natgrad.parameters import (
 )
 from natgrad.precondition.guard import all_finite, drop_unless
 from natgrad.precondition.preconditioner import LearningRate, Preconditioner
-from natgrad.report import Report, build_report
+from natgrad.report import NOT_YET, Report, build_report
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
 from natgrad.statistics.predictive import PREDICTIVES, Predictive
 from natgrad.window import FISHERS, Window
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
+_ATTACHED = "_natgrad_attached"  # the attribute of an optimizer that knows who is attached to it
 
 
 class KFAC:
@@ -111,6 +113,8 @@ class KFAC:
         self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
         self._terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
         self._lr = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         if max_factor_size < 1:
             raise ValueError(f"max_factor_size must be at least 1, got {max_factor_size}")
 
@@ -119,7 +123,7 @@ class KFAC:
         self._exclude = patterns(exclude, self._parameters)
         self._model = innermost(model)
         self._optimizer = optimizer
-        self._rates: dict[int, LearningRate] = {}
+        self._rates: dict[int, LearningRate] = {}  # parameter id → the learning rate of its group
         self._attached: RemovableHandle | None = None
         self._step = 0
         self._factors_at: int | None = None
@@ -153,17 +157,30 @@ class KFAC:
         ours = {id(parameter) for parameter in self._parameters.values()}
         if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("this optimizer holds none of the model's parameters")
+        self._refuse_another(optimizer)
         self._optimizer = optimizer
+        self._read_rates()
         # A compiled optimizer.step() runs this eagerly.
         self._attached = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_optimizer))
+        optimizer.__dict__.setdefault(_ATTACHED, weakref.WeakSet()).add(self)
         self._arm_if_due()
         return self
+
+    def _refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(parameter) for parameter in self._parameters.values()}
+        for other in vars(optimizer).get(_ATTACHED, ()):
+            if any(id(parameter) in mine for parameter in other._parameters.values()):
+                raise RuntimeError(
+                    "another KFAC of the same parameters is attached to this optimizer, and twice would be once too "
+                    "often: detach() it first, or make a new optimizer"
+                )
 
     def detach(self) -> None:
         """Undoes `attach` and removes every hook. Harmless at any time; `attach` or `step` starts again."""
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
+            vars(self._optimizer)[_ATTACHED].discard(self)
         self._window.close()
         self._watch.disarm()
 
@@ -228,12 +245,9 @@ class KFAC:
                 "the KL clip needs the learning rate: pass optimizer= or lr=, attach(optimizer), or switch it off "
                 "with kl_clip=None"
             )
-        if self._optimizer is not None:
-            # Read anew in every step: loading a state replaces the groups, schedulers change them.
-            self._rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        ours = self._rates if self._attached is not None else None  # another optimizer's gradients are not touched
+        self._read_rates()
         gradients: dict[str, Tensor | None] = {
-            name: p.grad if ours is None or id(p) in ours else None for name, p in self._parameters.items()
+            name: p.grad if self._is_held(p) else None for name, p in self._parameters.items()
         }
         if self._watch.armed and not self._take_statistics(gradients):
             return
@@ -375,13 +389,15 @@ class KFAC:
                     f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
                     "the last good ones stay in use",
                 )
-        # The device has been waited for anyway: a good moment to tell of what it counted.
+        self._warn_of_nan()  # the device has been waited for anyway
+
+    def _warn_of_nan(self) -> None:
         refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
         if refused or skipped:
             self._warner.once(
                 "nan",
-                f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, {skipped} steps "
-                "had no finite gradient and were dropped; kfac.metrics() keeps count",
+                f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, and the gradients "
+                f"of {skipped} steps were set to zero; kfac.metrics() keeps count",
             )
 
     # Preconditioning
@@ -404,11 +420,22 @@ class KFAC:
         if finite is not None:
             drop_unless(finite, list(others.values()))
             self._metrics.skipped_steps += (~finite).to(torch.int64)
+            if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
+                self._warn_of_nan()
         # A raw gradient at a natural gradient's learning rate is no step to take.
         waiting = [others[name] for block in self._registry for name in _names(block) if name in others]
         if waiting:
             torch._foreach_zero_(waiting)
         self._metrics.clip, self._metrics.damping = clip, damping
+
+    def _read_rates(self) -> None:
+        """Anew in every step: loading a state replaces an optimizer's groups, schedulers change them."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        self._rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+
+    def _is_held(self, parameter: Tensor) -> bool:
+        """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
+        return self._attached is None or id(parameter) in self._rates
 
     def _rate_of(self, name: str) -> LearningRate:
         if self._lr is not None:
@@ -437,9 +464,11 @@ class KFAC:
         table.
         """
         left = {name: self._why_left(name, parameter) for name, parameter in self._parameters.items()}
-        unseen = "not used in any pass seen so far" if self._window.seen else "no forward pass seen yet"
+        unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
         reasons = {name: why or self._window.unrecognised.get(name, unseen) for name, why in left.items()}
-        return build_report(list(self._parameters), self._registry, self._preconditioner, reasons)
+        attached = "" if self._attached is not None else ", not attached to an optimizer"
+        sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
+        return build_report(sizes, self._registry, self._preconditioner, reasons, f"{self._step} steps taken{attached}")
 
     def metrics(self) -> dict[str, float | int | None]:
         """Numbers of the last step. Nothing waits for the device until this is called.
@@ -472,6 +501,8 @@ class KFAC:
             return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
         if any(fnmatch(name, pattern) for pattern in self._exclude):
             return "excluded"
+        if not self._is_held(parameter):
+            return "not in the attached optimizer"
         return None if parameter.requires_grad else "frozen (requires_grad=False)"
 
     # Checkpoints

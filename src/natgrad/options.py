@@ -33,7 +33,10 @@ class Hyperparameter:
 
     def at(self, step: int) -> float:
         """The value at a step."""
-        value = self.value(step) if callable(self.value) else self.value
+        try:
+            value = self.value(step) if callable(self.value) else self.value
+        except TypeError as error:
+            raise TypeError(f"{self.name} must be a number or a callable of the step: {error}") from error
         try:
             number = float(value)
         except (TypeError, ValueError):

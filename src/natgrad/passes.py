@@ -32,6 +32,9 @@ class Owner(Protocol):
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
 
+    def half(self) -> None:
+        """The derivatives are float16."""
+
 
 class Pass:
     """The statistics of one forward pass. `terms` is N: the loss is a mean over so many terms, so g = N ĝ.
@@ -74,6 +77,8 @@ class Pass:
                 self._owner.again()
                 return
             done = True
+            if derivatives[0].dtype == torch.float16:
+                self._owner.half()
             tap = self._begin()[number]
             with _undisturbed(derivatives[0].device):
                 activation = self._read(torch._C._current_autograd_node(), tap.use)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.precondition.preconditioner import Preconditioner
+
+NOT_YET = "not known yet: run one training step"
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Line:
     factors: str
     bytes: int
     reason: str = ""
+    elements: int = 0
 
     @property
     def covered(self) -> bool:
@@ -31,9 +34,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """One line a parameter, in the model's order."""
+    """One line a parameter, in the model's order. Factors: A of the inputs, G of the output derivatives."""
 
     lines: tuple[Line, ...]
+    state: str = ""
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -57,7 +61,12 @@ class Report:
         rows += [
             (line.parameter, line.block, line.factors, _size(line.bytes))
             if line.covered
-            else (line.parameter, "left to the optimizer: " + line.reason, "", "")
+            else (
+                line.parameter,
+                line.reason if line.reason == NOT_YET else f"left to the optimizer: {line.reason}",
+                "",
+                "",
+            )
             for line in self.lines
         ]
         name_width = max(len(row[0]) for row in rows)
@@ -67,9 +76,11 @@ class Report:
         for row in rows:
             cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3].rjust(widths[3])]
             text.append("  ".join(cells).rstrip())
-        covered = sum(line.covered for line in self.lines)
+        covered = [line for line in self.lines if line.covered]
+        share = sum(line.elements for line in covered) / max(1, sum(line.elements for line in self.lines))
         text.append(
-            f"{covered} of {len(self.lines)} lines preconditioned, {_size(self.bytes)} of factors and decompositions"
+            f"{len(covered)} of {len(self.lines)} parameters ({share:.1%} of all weights) have a block; "
+            f"{_size(self.bytes)} of factors and decompositions; {self.state}"
         )
         return "\n".join(text)
 
@@ -84,25 +95,30 @@ def _size(count: int) -> str:
 
 
 def build_report(
-    parameters: Sequence[str], registry: Registry, preconditioner: Preconditioner, reasons: Mapping[str, str]
+    sizes: Mapping[str, int],
+    registry: Registry,
+    preconditioner: Preconditioner,
+    reasons: Mapping[str, str],
+    state: str,
 ) -> Report:
     """A line for every parameter: its blocks, or the reason why it has none."""
     counted: set[int] = set()
     lines = []
-    for name in parameters:
+    for name, elements in sizes.items():
         blocks = registry.covering(name)
         if not blocks:
-            lines.append(Line(name, "", "", 0, reasons[name]))
+            lines.append(Line(name, "", "", 0, reasons[name], elements))
             continue
         if blocks[0].weight.name != name:
-            lines.append(Line(name, f"with {blocks[0].weight.name}", "last column", 0))
+            lines.append(Line(name, f"with {blocks[0].weight.name}", "the last of A", 0, elements=elements))
             continue
         factors = " ; ".join(dict.fromkeys(_describe(block, registry) for block in blocks))
         kind = blocks[0].kind
         if blocks[0].weight.box is not None:
             kind += " " + " ".join(block.weight.label.removeprefix(name) for block in blocks)
-        lines.append(Line(name, kind, factors, sum(_bytes(block, preconditioner, counted) for block in blocks)))
-    return Report(tuple(lines))
+        memory = sum(_bytes(block, preconditioner, counted) for block in blocks)
+        lines.append(Line(name, kind, factors, memory, elements=elements))
+    return Report(tuple(lines), state)
 
 
 def _describe(block: KroneckerBlock, registry: Registry) -> str:

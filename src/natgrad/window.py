@@ -122,6 +122,12 @@ class Window:
         if self._counted and fresh and all(other.task != current.task for other in self._counted):
             # Gradients were thrown away since (a skipped batch, another network's turn): so are their statistics.
             self._discard()
+        if current.kind == OWN and any(o.task != current.task and o.kind == OWN for o in self._counted):
+            self._warn(
+                "accumulated",
+                "several backward passes feed one step: each loss is taken to be a mean over its own predictions. "
+                "Where they are divided by their number, pass loss_terms= (the terms of all of them together)",
+            )
         self._open.discard(current)
         self._counted.append(current)
         self.unrecognised |= current.unrecognised
@@ -137,6 +143,14 @@ class Window:
             "again",
             "a second backward went through the same graph at step {step}; only the first counts as statistics. "
             "For a loss of several parts use (loss1 + loss2).backward()",
+        )
+
+    def half(self) -> None:
+        """The derivatives are float16: probably of a scaled loss, whose scale is not undone."""
+        self._warn(
+            "float16",
+            "derivatives are float16. If a GradScaler scales the loss, K-FAC takes the scale for curvature and training "
+            "stops: use bfloat16 autocast, which needs no scaler",
         )
 
     def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:

@@ -115,6 +115,8 @@ def _recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | 
         return f"its use by {node_kind} is not a plain view of it"
     if recogniser is not None and view is not None and _is_of_parameters(consumer):
         return "multiplied with another parameter"
+    if node_kind == "Embedding" and saved(consumer.node, "sparse"):
+        return "an embedding with sparse gradients"
     made = recogniser(name, parameter, consumer, view) if recogniser is not None and view is not None else None
     if made is not None:
         return made
@@ -231,7 +233,7 @@ def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor)
 def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
     """Embedding(weight, indices) with dense, unscaled gradients."""
     node = consumer.node
-    if not _is_whole(parameter, view) or saved(node, "sparse") or saved(node, "scale_grad_by_freq"):
+    if not _is_whole(parameter, view) or saved(node, "scale_grad_by_freq"):
         return None
     layout = layouts.whole(name, parameter.shape, parameter.shape, "cr")
     return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), "indices")
