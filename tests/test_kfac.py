@@ -507,6 +507,16 @@ def test_compiled_model_is_compiled_on_ordinary_steps_and_eager_on_armed_ones() 
             optimizer.step()
             per_step.append(len(compiled_calls) - before)
         assert per_step == [0, 1, 1, 0, 1, 1, 0], place
+        if place == "wrapper":  # the next step is armed, but evaluation and other models stay compiled
+            train(model, optimizer, 2)
+            other = torch.compile(Net(), backend=backend)
+            assert hooks(model) == 1
+            before = len(compiled_calls)
+            with torch.no_grad():
+                called(x)
+            other(x)
+            assert len(compiled_calls) == before + 2
+            continue
         eager = mlp()
         plain = torch.optim.SGD(eager.parameters(), lr=0.1)
         KFAC(eager, factor_update_steps=3).attach(plain)

@@ -149,8 +149,8 @@ class Window:
         """The derivatives are float16: probably of a scaled loss, whose scale is not undone."""
         self._warn(
             "float16",
-            "derivatives are float16. If a GradScaler scales the loss, K-FAC takes the scale for curvature and training "
-            "stops: use bfloat16 autocast, which needs no scaler",
+            "derivatives are float16. If a GradScaler scales the loss, K-FAC takes the scale for curvature and "
+            "training stops: use bfloat16 autocast, which needs no scaler",
         )
 
     def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:

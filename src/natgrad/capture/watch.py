@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -47,6 +48,13 @@ class _ForwardHook:
         return _ForwardHook, ()
 
 
+def compiled_wrapper(model: nn.Module) -> nn.Module | None:
+    """The module that torch.compile returned, where the model is one or DDP wraps one."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    return model if "_orig_mod" in model._modules else None
+
+
 class Watch:
     """Whether the next passes are observed, and every hook that this needs.
 
@@ -62,8 +70,10 @@ class Watch:
                 observe(present, output)
 
         self._observer: Observer = observer
+        self._compiled = compiled_wrapper(model)
         self._eager = ForceEager()
         self._forward: RemovableHandle | None = None
+        self._around: list[RemovableHandle] = []
         weakref.finalize(owner, self.disarm)
 
     @property
@@ -72,14 +82,35 @@ class Watch:
         return self._forward is not None
 
     def arm(self) -> None:
-        """Observes forward passes from now on; compiled models run eagerly."""
-        if not self.armed:
+        """Observes forward passes from now on; compiled models run eagerly.
+
+        A compiled wrapper that was given to us is run eagerly in its own training calls only. Otherwise anybody may
+        compile the model or call a compiled one, and only the process as a whole can be asked to run eagerly.
+        """
+        if self.armed:
+            return
+        self._forward = self._model.register_forward_hook(_ForwardHook(self._model, self._observer))
+        if self._compiled is None:
             self._eager.acquire()
-            self._forward = self._model.register_forward_hook(_ForwardHook(self._model, self._observer))
+        else:
+            self._around = [
+                self._compiled.register_forward_pre_hook(self._enter),
+                self._compiled.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if torch.is_grad_enabled():
+            self._eager.acquire()
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._eager.release()
 
     def disarm(self) -> None:
         """Stops observing."""
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
+        for handle in self._around:
+            handle.remove()
+        self._around = []
         self._eager.release()

@@ -202,10 +202,9 @@ def predicted(predictive: Predictive, output: Any, prediction: Tensor | None) ->
             f"predictive='categorical' needs an output with a class axis, got shape {tuple(prediction.shape)}; "
             "use 'bernoulli' or 'gaussian', or a callable that makes the distribution"
         )
-    made = _BUILT_IN[predictive](prediction)
     if predictive == "categorical" and prediction.shape[class_axis(prediction.shape)] == 1:
         raise ValueError(
             f"an output of shape {tuple(prediction.shape)} has one class, of which a categorical predictive learns "
             "nothing: did you mean predictive='gaussian' (regression) or 'bernoulli'?"
         )
-    return made
+    return _BUILT_IN[predictive](prediction)
