@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from natgrad import checkpoint
 from natgrad.blocks.kronecker import KroneckerBlock
@@ -17,18 +15,18 @@ from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
 from natgrad.capture.watch import Watch, innermost
 from natgrad.errors import Warner
+from natgrad.link import Link
 from natgrad.metrics import Metrics, eigenvalue_range
 from natgrad.options import Hyperparameter, Interval, Number, choice
 from natgrad.parameters import (
     any_nonzero,
-    creates_state,
     named_parameters,
     parameters_of,
     patterns,
     refuse_several_ranks,
 )
 from natgrad.precondition.guard import all_finite, drop_unless
-from natgrad.precondition.preconditioner import LearningRate, Preconditioner
+from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.report import NOT_YET, Report, build_report
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
@@ -36,7 +34,6 @@ from natgrad.statistics.predictive import PREDICTIVES, Predictive
 from natgrad.window import FISHERS, Window
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
-_ATTACHED = "_natgrad_attached"  # the attribute of an optimizer that knows who is attached to it
 
 
 class KFAC:
@@ -96,8 +93,6 @@ class KFAC:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KFAC takes the model itself, an nn.Module, got {type(model).__name__}")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         choice("sharing", sharing, ("expand",))
         choice("fisher", fisher, FISHERS)
         if not callable(predictive):
@@ -112,7 +107,7 @@ class KFAC:
         self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
         self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
         self._terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
-        self._lr = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
+        rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         if max_factor_size < 1:
@@ -122,9 +117,7 @@ class KFAC:
         self._parameters = named_parameters(model)
         self._exclude = patterns(exclude, self._parameters)
         self._model = innermost(model)
-        self._optimizer = optimizer
-        self._rates: dict[int, LearningRate] = {}  # parameter id → the learning rate of its group
-        self._attached: RemovableHandle | None = None
+        self._link = Link(self._parameters, optimizer, rate)
         self._step = 0
         self._factors_at: int | None = None
         self._refreshed_at: int | None = None
@@ -150,37 +143,13 @@ class KFAC:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> KFAC:
         """Preconditions right before every ``optimizer.step()`` from now on; the loop does not change."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if self._attached is not None:
-            raise RuntimeError("this KFAC is attached to an optimizer already: detach() it first")
-        ours = {id(parameter) for parameter in self._parameters.values()}
-        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError("this optimizer holds none of the model's parameters")
-        self._refuse_another(optimizer)
-        self._optimizer = optimizer
-        self._read_rates()
-        # A compiled optimizer.step() runs this eagerly.
-        self._attached = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_optimizer))
-        optimizer.__dict__.setdefault(_ATTACHED, weakref.WeakSet()).add(self)
+        self._link.attach(optimizer, self._before_optimizer)
         self._arm_if_due()
         return self
 
-    def _refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = {id(parameter) for parameter in self._parameters.values()}
-        for other in vars(optimizer).get(_ATTACHED, ()):
-            if any(id(parameter) in mine for parameter in other._parameters.values()):
-                raise RuntimeError(
-                    "another KFAC of the same parameters is attached to this optimizer, and twice would be once too "
-                    "often: detach() it first, or make a new optimizer"
-                )
-
     def detach(self) -> None:
         """Undoes `attach` and removes every hook. Harmless at any time; `attach` or `step` starts again."""
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
-            vars(self._optimizer)[_ATTACHED].discard(self)
+        self._link.detach()
         self._window.close()
         self._watch.disarm()
 
@@ -211,7 +180,7 @@ class KFAC:
         """Replaces the gradients by damped, clipped natural gradients, after taking in statistics and decomposing
         factors where they are due.
         """
-        if self._attached is not None:
+        if self._link.attached:
             raise RuntimeError(
                 "this KFAC is attached: optimizer.step() calls it already, and twice would be once too often"
             )
@@ -225,14 +194,8 @@ class KFAC:
             )
         self._advance()
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]  # args[0] is the optimizer
-        if closure is not None:
-            raise RuntimeError(
-                "an optimizer with a closure computes its gradients inside step(), after K-FAC's turn: "
-                "detach() and call kfac.step() at the end of the closure"
-            )
-        if self._gradients_present() and not creates_state(optimizer):
+    def _before_optimizer(self) -> None:
+        if self._gradients_present():
             self._advance()
 
     @torch.no_grad()
@@ -240,14 +203,14 @@ class KFAC:
         step = self._step
         kappa = None if self._kappa is None else self._kappa.at(step)
         damping = self._damping.at(step)
-        if kappa is not None and self._lr is None and self._optimizer is None:
+        if kappa is not None and not self._link.has_rate:
             raise ValueError(
                 "the KL clip needs the learning rate: pass optimizer= or lr=, attach(optimizer), or switch it off "
                 "with kl_clip=None"
             )
-        self._read_rates()
+        self._link.read()
         gradients: dict[str, Tensor | None] = {
-            name: p.grad if self._is_held(p) else None for name, p in self._parameters.items()
+            name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
         }
         if self._watch.armed and not self._take_statistics(gradients):
             return
@@ -414,7 +377,11 @@ class KFAC:
         }
         finite = all_finite(list(others.values()))
         clip = self._preconditioner.precondition(
-            gradients, damping=damping, kappa=kappa, learning_rate=self._rate_of, finite=finite
+            gradients,
+            damping=damping,
+            kappa=kappa,
+            learning_rate=lambda name: self._link.rate(name, self._step),
+            finite=finite,
         )
         finite = finite if clip is None else clip.finite
         if finite is not None:
@@ -427,22 +394,6 @@ class KFAC:
         if waiting:
             torch._foreach_zero_(waiting)
         self._metrics.clip, self._metrics.damping = clip, damping
-
-    def _read_rates(self) -> None:
-        """Anew in every step: loading a state replaces an optimizer's groups, schedulers change them."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        self._rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
-
-    def _is_held(self, parameter: Tensor) -> bool:
-        """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
-        return self._attached is None or id(parameter) in self._rates
-
-    def _rate_of(self, name: str) -> LearningRate:
-        if self._lr is not None:
-            return self._lr.at(self._step)
-        if self._optimizer is None:
-            return 1.0  # no clip: only the logged KL depends on it
-        return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
 
     def _gradients_present(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters.values())
@@ -466,7 +417,7 @@ class KFAC:
         left = {name: self._why_left(name, parameter) for name, parameter in self._parameters.items()}
         unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
         reasons = {name: why or self._window.unrecognised.get(name, unseen) for name, why in left.items()}
-        attached = "" if self._attached is not None else ", not attached to an optimizer"
+        attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
         return build_report(sizes, self._registry, self._preconditioner, reasons, f"{self._step} steps taken{attached}")
 
@@ -501,7 +452,7 @@ class KFAC:
             return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
         if any(fnmatch(name, pattern) for pattern in self._exclude):
             return "excluded"
-        if not self._is_held(parameter):
+        if not self._link.holds(parameter):
             return "not in the attached optimizer"
         return None if parameter.requires_grad else "frozen (requires_grad=False)"
 

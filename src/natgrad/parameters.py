@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,14 +18,6 @@ def any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
     """Asks the device; for the rare case that statistics are missing."""
     present = (tensor for tensor in tensors if tensor is not None)
     return any(bool((t.coalesce().values() if t.is_sparse else t).count_nonzero() > 0) for t in present)
-
-
-def creates_state(optimizer: torch.optim.Optimizer) -> bool:
-    """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
-    groups = optimizer.param_groups
-    if any(group["lr"] != 0 for group in groups if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda):
-        return False
-    return not any_nonzero(parameter.grad for group in groups for parameter in group["params"])
 
 
 def patterns(exclude: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
