@@ -233,7 +233,7 @@ def test_capture() -> None:
     with pytest.raises(ValueError, match="attached to its graph"):
         kfac.capture(torch.ones(()))
     with pytest.raises(ValueError, match="how many terms"):
-        kfac.capture(model(torch.randn(2, 4)).sum())
+        kfac.capture(model[0](torch.randn(2, 4)).sum())
     sampled = KFAC(model, kl_clip=None, fisher="sampled")
     with pytest.raises(ValueError, match="outputs="):
         sampled.capture(model(torch.randn(2, 4)).sum())

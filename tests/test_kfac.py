@@ -184,13 +184,14 @@ def test_statistics_survive_backward_inside_autocast_and_with_create_graph() -> 
     torch.testing.assert_close(*results, **TIGHT)
 
 
-def test_explicit_capture_for_a_loss_made_of_several_calls() -> None:
+@pytest.mark.parametrize("terms", [8, None])
+def test_explicit_capture_for_a_loss_made_of_several_calls(terms: int | None) -> None:
     """A siamese loss over pairs: N is the number of pairs, and each weight has rows from both branches."""
     model, (x, _) = mlp(), data()
     kfac = KFAC(model, kl_clip=None)
     left, right = model(x), model(x.flip(0) * 2)
     loss = (left - right).square().sum() / 8
-    kfac.capture(loss, terms=8)
+    kfac.capture(loss, terms=terms)
     loss.backward()
     kfac.step()
     (first, _) = kfac.blocks

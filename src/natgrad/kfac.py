@@ -158,8 +158,8 @@ class KFAC:
 
         Call it before ``loss.backward()``. It replaces what the model's own calls since the last backward would
         have given. `terms` is how many terms the loss is a mean over (default: `loss_terms`, or the predictions
-        in `outputs`); `outputs` is what a sampled or exact Fisher draws targets for. On steps that take no
-        statistics it does nothing.
+        in `outputs`, or those of one call of the model that is part of it); `outputs` is what a sampled or exact
+        Fisher draws targets for. On steps that take no statistics it does nothing.
         """
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise ValueError("capture takes a loss that is attached to its graph, before backward()")
@@ -168,10 +168,12 @@ class KFAC:
         if outputs is None and self._window.fisher != "empirical":
             raise ValueError(f"fisher={self._window.fisher!r} draws its own targets: pass capture(loss, outputs=...)")
         if outputs is None and terms is None and self._terms is None:
-            raise ValueError(
-                "how many terms is this loss a mean over? Pass capture(loss, terms=...), or outputs= to count "
-                "predictions, or loss_terms= at construction"
-            )
+            terms = self._window.automatic_terms()
+            if terms is None:
+                raise ValueError(
+                    "how many terms is this loss a mean over? Pass capture(loss, terms=...), or outputs= to count "
+                    "predictions, or loss_terms= at construction"
+                )
         self._window.forget_automatic()
         # The loss's graph holds every use; a sampled or exact Fisher differentiates the outputs instead.
         self._tap(loss if outputs is None else outputs, terms=terms, loss=loss)

@@ -166,6 +166,10 @@ class Window:
                 "or exclude= these parameters"
             )
 
+    def automatic_terms(self) -> float | None:
+        """The predictions of one call of the model since the last backward: pairs and triplets have as many each."""
+        return max((current.terms for current in self._open if current not in self._by_hand), default=None)
+
     def forget_automatic(self) -> None:
         """Drops passes that the model's own calls began and no backward has reached."""
         for current in list(self._open):
