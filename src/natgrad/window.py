@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.factor import commit
+from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
 from natgrad.capture.graph import Graph
@@ -193,14 +194,11 @@ class Window:
 
         Returns how many factors were refused as not finite, on the device.
         """
-        terms = self.terms
-        for block in self.registry:
-            for orientation in block.orientations:
-                if orientation.has_pending:
-                    orientation.commit(decay, terms)
-        finite = [flag for factor in self.registry.factors() if (flag := factor.commit(decay)) is not None]
+        used = [o for block in self.registry for o in block.orientations if o.has_pending]
+        commit_counts(used, decay, self.terms)
+        finite = commit(self.registry.factors(), decay)
         self.close()
-        return (~torch.stack(finite)).sum()
+        return (~finite).sum()
 
     def close(self) -> None:
         """Forgets everything that did not reach the running averages."""

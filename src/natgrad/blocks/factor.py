@@ -7,11 +7,14 @@ ranks or micro-batches are exact, and nothing starts from a made-up identity.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Rows = int | Tensor
+Rows = int | float | Tensor
 
 
 class Factor:
@@ -54,19 +57,6 @@ class Factor:
         """Forgets what came in since the last commit."""
         self._pending, self._pending_rows = None, 0
 
-    def commit(self, decay: float) -> Tensor | None:
-        """Moves the running average by what came in, unless it is not finite. Returns whether it was, on the device."""
-        if self._pending is None:
-            return None
-        new, rows = self._pending, self._pending_rows
-        self.discard()
-        # A second moment is finite where its trace is; one number decides, and no host sync.
-        diagonal = new if self.diagonal else new.diagonal(dim1=-2, dim2=-1)
-        finite = torch.isfinite(diagonal.sum())
-        self.sum.copy_(torch.where(finite, self.sum * decay + new, self.sum))
-        self.weight.copy_(torch.where(finite, self.weight * decay + rows, self.weight))
-        return finite
-
     def mean(self) -> Tensor:
         """The estimate S / w."""
         return self.sum / self.weight.to(self.sum.dtype)
@@ -77,3 +67,35 @@ class Factor:
         twin.sum, twin.weight, twin.diagonal = self.sum.clone(), self.weight.clone(), self.diagonal
         twin._pending, twin._pending_rows = self._pending, self._pending_rows
         return twin
+
+
+def commit(factors: Iterable[Factor], decay: float) -> Tensor:
+    """Moves the running averages by what came in, each unless that is not finite.
+
+    Returns which were finite, on the device. All factors together, so that this is a few launches and one a factor.
+    """
+    moved = [factor for factor in factors if factor._pending is not None]
+    moments = [factor._pending for factor in moved if factor._pending is not None]
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
+    # Into the moments, which nobody needs any more: no third copy of all factors.
+    torch._foreach_add_(moments, [factor.sum for factor in moved], alpha=decay)
+    for factor, flag, total in zip(moved, finite.unbind(), moments, strict=True):
+        torch.where(flag, total, factor.sum, out=factor.sum)
+    weights = [factor.weight for factor in moved]
+    raised = list(torch._foreach_mul(weights, decay))
+    add_counts(raised, [factor._pending_rows for factor in moved])
+    kept = torch.where(finite, torch.stack(raised), torch.stack(weights))
+    torch._foreach_copy_(weights, list(kept.unbind()))
+    for factor in moved:
+        factor.discard()
+    return finite
+
+
+def add_counts(totals: Sequence[Tensor], counts: Sequence[Rows]) -> None:
+    """Adds a number, or a tensor where only the device knows it, to each total, in place."""
+    known = [(total, count) for total, count in zip(totals, counts, strict=True) if not isinstance(count, Tensor)]
+    if known:
+        torch._foreach_add_([total for total, _ in known], [float(count) for _, count in known])
+    for total, count in zip(totals, counts, strict=True):
+        if isinstance(count, Tensor):
+            total.add_(count)

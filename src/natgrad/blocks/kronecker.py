@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.blocks.factor import Factor, Rows
+from natgrad.blocks.factor import Factor, Rows, add_counts
 from natgrad.capture.layout import Layout, positions
 
 
@@ -47,13 +47,6 @@ class Orientation:
         self._pending_rows = self._pending_rows + rows
         self.has_pending = True
 
-    def commit(self, decay: float, terms: float) -> None:
-        """Moves the scale's running average; the factors, which may be shared, are committed by their owner."""
-        self.counts.mul_(decay)
-        self.counts[0] += self._pending_rows
-        self.counts[1] += terms
-        self._forget()
-
     def discard(self) -> None:
         """Forgets what came in since the last commit."""
         self._forget()
@@ -72,6 +65,17 @@ class Orientation:
         """Means and scale."""
         scale = (self.counts[0] / self.counts[1]).to(self.row.sum.dtype)
         return Estimate(self.row.mean(), self.column.mean(), scale.expand(self.row.stack))
+
+
+def commit_counts(orientations: Sequence[Orientation], decay: float, terms: float) -> None:
+    """Moves the running averages of the scales; the factors, which orientations may share, move apart."""
+    if not orientations:
+        return
+    torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
+    add_counts([orientation.counts[0] for orientation in orientations], [o._pending_rows for o in orientations])
+    add_counts([orientation.counts[1] for orientation in orientations], [terms] * len(orientations))
+    for orientation in orientations:
+        orientation._forget()
 
 
 class KroneckerBlock:

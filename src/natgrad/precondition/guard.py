@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ def all_finite(gradients: Sequence[Tensor]) -> Tensor | None:
     """Whether all of them are finite, on the device; None where there are none."""
     if not gradients:
         return None
-    return torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients))])).all()
+    return torch.isfinite(torch.stack(torch._foreach_norm(list(gradients), ord=math.inf))).all()
 
 
 def drop_unless(finite: Tensor, gradients: Sequence[Tensor]) -> None:
