@@ -704,3 +704,15 @@ def test_report_tells_how_far_it_is() -> None:
     optimizer.step()
     assert "4 of 4 parameters (100.0% of all weights) have a block" in str(kfac.report())
     assert "1 steps taken" in str(kfac.report())
+
+
+def test_a_pass_that_goes_on_from_one_without_gradients_still_counts() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 3, bias=False).double(), torch.randn(8, 3).double()
+    kfac = KFAC(model, kl_clip=None)
+    first = model(x)
+    second = model(x) + 0.0 * first.detach()  # looks apart, and is
+    third = model(second)  # goes on from the second
+    (third.square().sum() / 8).backward()
+    kfac.step()
+    assert float(kfac.blocks[0].estimate().scale[0]) == 2.0

@@ -501,6 +501,7 @@ class KFAC:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
         generator = checkpoint.load_generator(state["generator"], self._window.generator)
         self._window.close()
+        self._window.unrecognised.clear()
         self._watch.disarm()
         self._registry.replace(blocks)
         self._solved_version = self._registry.version

@@ -185,9 +185,9 @@ class Window:
     @property
     def terms(self) -> float:
         """Loss terms of all passes that counted; 0 where none did."""
-        own = sum(current.terms for current in self._counted if current.kind == OWN)
-        step = max((current.terms for current in self._counted if current.kind == STEP), default=0)
-        return own + step
+        by_kind = {how: [p.terms for p in self._counted if p.kind == how] for how in (OWN, STEP, CONNECTED)}
+        # What a connected pass goes on from has counted too, unless no gradient got there.
+        return sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
 
     def commit(self, decay: float) -> Tensor:
         """Moves the running averages of every block that was used.
