@@ -75,11 +75,15 @@ def test_autocast_factors_are_float32_and_close(dtype: torch.dtype, channels_las
         assert float((one - other).norm() / one.norm()) < 0.05
 
 
+@pytest.mark.parametrize("tensor_rate", [False, True])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_an_ordinary_step_never_waits_for_the_device(solver: str) -> None:
+def test_an_ordinary_step_never_waits_for_the_device(solver: str, tensor_rate: bool) -> None:
     model, (x, y) = convnet().cuda(), batch()
     x, y = x.cuda(), y.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if tensor_rate:
+        rate = torch.tensor(1e-3, device="cuda")
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=True)
     kfac = KFAC(model, factor_update_steps=3, solver=solver).attach(optimizer)
     for step in range(7):
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ from torch.nn import functional
 import hand
 from helpers import block_of, exact_fisher, gradients, one_step, run
 from natgrad import KFAC, NatgradWarning
+from natgrad.link import _creates_state
 from natgrad.passes import Pass
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -90,6 +91,16 @@ def test_restoring_an_optimizer_state_is_no_step() -> None:
     optimizer.zero_grad()
     set_optimizer_state_dict(model, other, stored)
     assert kfac.steps == 3
+
+
+def test_a_learning_rate_on_a_device_is_not_waited_for() -> None:
+    """Telling a state-creating step apart must not cost a host sync; a meta tensor cannot be read at all."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0, device="meta")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert not _creates_state(optimizer)
 
 
 def test_an_attached_kfac_leaves_other_optimizers_gradients_alone() -> None:
@@ -478,7 +489,11 @@ def test_exchanged_modules_are_followed() -> None:
     before = gradients(model)
     kfac.step()
     assert not torch.equal(before["2.weight"], model[2].weight.grad)
-    assert float(block_of(kfac, "2.weight").straight.row.weight) == 8
+    block = block_of(kfac, "2.weight")
+    assert float(block.straight.row.weight) == 8
+    # Its own decomposition, not that of the module whose name it took over.
+    solved = kfac._preconditioner.solved["2.weight"]
+    torch.testing.assert_close(solved.row.values, torch.linalg.eigvalsh(block.estimate().row).clamp(min=0), **TIGHT)
 
 
 # Sampled and exact Fishers

@@ -16,7 +16,7 @@ from natgrad.capture import outputs
 from natgrad.capture.watch import Watch, innermost
 from natgrad.errors import Warner
 from natgrad.link import Link
-from natgrad.metrics import Metrics, eigenvalue_range
+from natgrad.metrics import Metrics
 from natgrad.options import Hyperparameter, Interval, Number, choice
 from natgrad.parameters import (
     any_nonzero,
@@ -427,27 +427,11 @@ class KFAC:
         """Numbers of the last step. Nothing waits for the device until this is called.
 
         ``predicted_kl`` ½α²vᵀF̂v of the clipped step, ``clip_factor`` ν, ``damping`` λ, ``eigenvalue_min`` /
-        ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and
-        ``decomposition_age`` in steps (the oldest), and counts: ``rejected_statistics`` (not finite),
-        ``failed_decompositions``, ``skipped_steps`` (gradient not finite).
+        ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in steps (the oldest),
+        and counts: ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not
+        finite).
         """
-        solved = list(self._preconditioner.solved.values())
-        low, high = eigenvalue_range(solved, self._preconditioner.solver)
-        clip = self._metrics.clip
-        last = self._step - 1
-        return {
-            "step": self._step,
-            "predicted_kl": None if clip is None else float(clip.predicted_kl),
-            "clip_factor": None if clip is None else float(clip.factor),
-            "damping": self._metrics.damping,
-            "eigenvalue_min": low,
-            "eigenvalue_max": high,
-            "factor_age": None if self._factors_at is None else last - self._factors_at,
-            "decomposition_age": max((last - member.solved_at for member in solved), default=None),
-            "rejected_statistics": int(self._metrics.rejected_statistics),
-            "failed_decompositions": int(self._metrics.failed_decompositions),
-            "skipped_steps": int(self._metrics.skipped_steps),
-        }
+        return self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
 
     def _why_left(self, name: str, parameter: Tensor) -> str | None:
         if parameter.is_complex() or not parameter.is_floating_point():

@@ -108,6 +108,7 @@ def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _creates_state(optimizer: torch.optim.Optimizer) -> bool:
     """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
     groups = optimizer.param_groups
-    if any(group["lr"] != 0 for group in groups if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda):
+    # It sets numbers, or tensors on the CPU; a rate on a device is the user's own, and is not waited for.
+    if any((isinstance(g["lr"], Tensor) and g["lr"].device.type != "cpu") or g["lr"] != 0 for g in groups):
         return False
     return not any_nonzero(parameter.grad for group in groups for parameter in group["params"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.precondition.trust_region import Clip
 from natgrad.solve.linalg import symmetric_eigen
@@ -26,6 +27,25 @@ class Metrics:
     failed_decompositions: int | Tensor = 0
     skipped_steps: int | Tensor = 0
 
+    def snapshot(
+        self, preconditioner: Preconditioner, *, step: int, factors_at: int | None
+    ) -> dict[str, float | int | None]:
+        """Plain numbers, after `step` steps; waits for the device."""
+        solved = list(preconditioner.solved.values())
+        low, high = _eigenvalue_range(solved, preconditioner.solver)
+        last = step - 1
+        return {
+            "step": step,
+            "predicted_kl": None if self.clip is None else float(self.clip.predicted_kl),
+            "clip_factor": None if self.clip is None else float(self.clip.factor),
+            "damping": self.damping,
+            "eigenvalue_min": low,
+            "eigenvalue_max": high,
+            "factor_age": None if factors_at is None else last - factors_at,
+            "decomposition_age": max((last - member.solved_at for member in solved), default=None),
+            **self.state(),
+        }
+
     def state(self) -> dict[str, int]:
         """The counts, for a checkpoint."""
         return {name: int(getattr(self, name)) for name in _COUNTERS}
@@ -36,7 +56,7 @@ class Metrics:
             setattr(self, name, int(state[name]))
 
 
-def eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float | None, float | None]:
+def _eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float | None, float | None]:
     """The smallest and largest eigenvalue of the undamped blocks: of their decompositions, or for inverses of their
     factors.
     """

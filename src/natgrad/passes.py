@@ -58,7 +58,7 @@ class Pass:
         self._group = GraphExecGroup()
         self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
-        # Factor sums of our own backward passes, to be added when the user's backward comes by: use number → action.
+        # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
     def listen(self, found: Iterable[Found]) -> None:
@@ -82,7 +82,7 @@ class Pass:
             tap = self._begin()[number]
             with _undisturbed(derivatives[0].device):
                 activation = self._read(torch._C._current_autograd_node(), tap.use)
-                self._add_input(tap, activation, self._input_moment(tap, activation))
+                self._add_input(tap, activation)
                 self._add_output(tap, derivatives[0].detach(), activation)
 
         return hook
@@ -92,27 +92,24 @@ class Pass:
             self._taps = self._owner.begin(self)
         return self._taps
 
-    def _input_moment(self, tap: Tap, activation: Tensor) -> Tensor | None:
-        """None where another use with the same activation has given it."""
-        column = tap.orientation.column
-        if tap.shared_input and column in self._filled:
-            return None
-        self._filled.add(column)
-        return _input_factor(tap.use, activation, diagonal=column.diagonal)
+    def _needs(self, factor: Factor, *, shared: bool) -> bool:
+        """Whether a factor still lacks a use's statistics: one that uses share is filled by the first of them."""
+        if shared and factor in self._filled:
+            return False
+        self._filled.add(factor)
+        return True
 
-    def _add_input(self, tap: Tap, activation: Tensor, moment: Tensor | None) -> None:
-        rows = tap.use.operation.rows(activation)
+    def _add_input(self, tap: Tap, activation: Tensor) -> None:
+        column, rows = tap.orientation.column, tap.use.operation.rows(activation)
         tap.orientation.add_rows(rows)
-        if moment is not None:
-            tap.orientation.column.add(moment, rows)
+        if self._needs(column, shared=tap.shared_input):
+            column.add(_input_factor(tap.use, activation, diagonal=column.diagonal), rows)
 
     def _add_output(self, tap: Tap, derivative: Tensor, activation: Tensor) -> None:
         row = tap.orientation.row
-        if tap.shared_output and row in self._filled:
-            return
-        self._filled.add(row)
-        moment = tap.use.operation.output_factor(derivative, activation, diagonal=row.diagonal)
-        row.add(moment.mul_(self.terms**2), tap.use.operation.rows(activation))
+        if self._needs(row, shared=tap.shared_output):
+            moment = tap.use.operation.output_factor(derivative, activation, diagonal=row.diagonal)
+            row.add(moment.mul_(self.terms**2), tap.use.operation.rows(activation))
 
     def differentiate(self, found: Sequence[Found], derivatives: Iterable[Derivative], roots: Iterable[Node]) -> None:
         """Sampled, exact: backward passes of our own; they count when the user's backward comes by."""
@@ -150,20 +147,16 @@ class Pass:
         def deliver(taps: list[Tap]) -> None:
             tap = taps[number]
             tap.orientation.add_rows(rows)
-            if tap.shared_input and tap.orientation.column in self._filled:
-                return
-            self._filled.add(tap.orientation.column)
-            tap.orientation.column.add(moment, rows)
+            if self._needs(tap.orientation.column, shared=tap.shared_input):
+                tap.orientation.column.add(moment, rows)
 
         self._waiting.append(deliver)
 
     def _keep_output(self, number: int, moment: Tensor, rows: int | Tensor) -> None:
         def deliver(taps: list[Tap]) -> None:
             tap = taps[number]
-            if tap.shared_output and tap.orientation.row in self._filled:
-                return
-            self._filled.add(tap.orientation.row)
-            tap.orientation.row.add(moment, rows)
+            if self._needs(tap.orientation.row, shared=tap.shared_output):
+                tap.orientation.row.add(moment, rows)
 
         self._waiting.append(deliver)
 

@@ -16,13 +16,12 @@ from natgrad.blocks.factor import commit
 from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
-from natgrad.capture.graph import Graph
+from natgrad.capture.graph import Graph, marks
 from natgrad.capture.uses import Findings, Found, find_uses
 from natgrad.passes import Pass
 from natgrad.statistics.predictive import Predictive, count_predictions, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
-_MARK = "natgrad"
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
 # because it goes on from an earlier pass of the same loss.
 OWN, STEP, CONNECTED = "own", "step", "connected"
@@ -46,7 +45,6 @@ class Window:
         self.predictive = predictive
         self.generator = generator
         self.unrecognised: dict[str, str] = {}
-        self.seen = False
         self.problem = ""
         self._parameters = parameters
         self._warn = warn
@@ -89,7 +87,6 @@ class Window:
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
         findings = find_uses(graph, parameters)
-        self.seen = True
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
         if not found:
@@ -100,7 +97,7 @@ class Window:
             self, found, terms=terms, kind=how, unrecognised=findings.unrecognised, limit=self.registry.max_factor_size
         )
         for one in found:
-            _marks(one.node).append(current.token)
+            marks(one.node).append(current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)
@@ -218,10 +215,5 @@ class Window:
         return [block for block in self.registry if not any(o.has_pending for o in block.orientations)]
 
 
-def _marks(node: Node) -> list[object]:
-    metadata: dict[str, list[object]] = node.metadata  # type: ignore[assignment]  # a property that the stubs call a method
-    return metadata.setdefault(_MARK, [])
-
-
 def _marked(node: Node, tokens: set[object]) -> bool:
-    return any(mark in tokens for mark in _marks(node))
+    return any(mark in tokens for mark in marks(node))

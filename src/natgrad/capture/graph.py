@@ -1,8 +1,8 @@
 """The autograd graph of one forward pass, and where it uses each parameter.
 
 Walking from the outputs' `grad_fn` to every `AccumulateGrad` and back up through layout-only nodes (T, View, Split,
-ToCopy, ...) finds the node that consumes
-a parameter, whatever module, function or einsum made it (Ba et al. 2017, Appendix B).
+ToCopy, ...) finds the node that consumes a parameter, whatever module, function or einsum made it (Ba et al. 2017,
+Appendix B).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 _BUILT_IN = re.compile(r"Backward\d+$")
-Attributes = Any  # a node's `_saved_*` attributes are made in C++ and unknown to type checkers
+_MARK = "natgrad"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Graph:
                     self.consumers[producer] = []
                     stack.append(producer)
                     if kind(producer) == "AccumulateGrad":
-                        self.leaves[id(_attributes(producer).variable)] = producer
+                        self.leaves[id(variable(producer))] = producer
                 self.consumers[producer].append(Consumer(node, argument, output))
 
     def __contains__(self, node_kind: str) -> bool:
@@ -114,7 +114,20 @@ def has_unpack_hook(node: Node, name: str) -> bool:
     return raw is None or getattr(raw, "unpack_hook", raw) is not None
 
 
-def _attributes(node: Node) -> Attributes:
+def variable(leaf: Node) -> Tensor:
+    """The tensor whose gradient an AccumulateGrad node collects."""
+    tensor: Tensor = _attributes(leaf).variable
+    return tensor
+
+
+def marks(node: Node) -> list[object]:
+    """Who has tapped a node; kept by the node itself, since its Python object comes and goes."""
+    found: list[object] = _attributes(node).metadata.setdefault(_MARK, [])
+    return found
+
+
+def _attributes(node: Node) -> Any:
+    """The node, with the attributes that C++ gives it and type checkers do not know."""
     return node
 
 

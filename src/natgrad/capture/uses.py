@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer
+from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer, variable
 from natgrad.capture.layout import Layout
 from natgrad.statistics.operations import Convolution, Embedding, Operation, Product
 
@@ -136,8 +136,7 @@ def _is_of_parameters(consumer: Consumer) -> bool:
         while producer is not None and kind(producer) in _REARRANGEMENTS:
             producer = producer.next_functions[0][0]
         if producer is not None and kind(producer) == "AccumulateGrad":
-            leaf: Tensor = producer.variable  # type: ignore[attr-defined]
-            return isinstance(leaf, Parameter)
+            return isinstance(variable(producer), Parameter)
     return False
 
 

@@ -85,14 +85,14 @@ class Preconditioner:
         solved: dict[str, SolvedBlock] = {}
         for key, old in self.solved.items():
             block = present.get(key)
-            if block is None or block.shape != old.block.shape:
-                continue
-            for name, side in zip(self.keys(block), (old.row, old.column), strict=True):
+            if block is not old.block:
+                continue  # gone, or another one under the same name
+            for name, side in zip(self.keys(old.block), (old.row, old.column), strict=True):
                 taken = any(side is other for other in sides.values())
                 if name not in sides:
                     sides[name] = _copied(side) if taken else side
-            row, column = (sides[name] for name in self.keys(block))
-            solved[key] = SolvedBlock(block, row, column, old.scale, old.solved_at)
+            row, column = (sides[name] for name in self.keys(old.block))
+            solved[key] = SolvedBlock(old.block, row, column, old.scale, old.solved_at)
         self._sides, self.solved, self._stacks = sides, solved, []
 
     @torch.no_grad()

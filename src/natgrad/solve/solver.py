@@ -7,7 +7,7 @@ its last good form.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ SOLVERS = ("eigen", "inverse")
 _STACK_ELEMENTS = 2**24
 
 
-@dataclass
+@dataclass(eq=False)
 class Side:
     """One solved factor. `matrix` holds eigenvectors or an inverse, (stack, n, n); None for the eigenbasis of a
     diagonal factor.
@@ -57,38 +57,45 @@ class Solved:
 
 def solve_eigen(factors: Mapping[Hashable, Tensor]) -> Solved:
     """Eigendecompositions of factors (stack, n, n); a diagonal factor (stack, n) is its own."""
-    sides: dict[Hashable, Side] = {}
-    failed: dict[Hashable, list[bool]] = {}
-    for key, factor in factors.items():
-        if factor.dim() == 2:
-            sides[key], failed[key] = Side(None, factor.clamp(min=0)), [False] * factor.shape[0]
-    for keys, stack in _stacks(factors):
+
+    def dense(stack: Tensor) -> tuple[Side, list[bool]]:
         result = symmetric_eigen(stack)
-        lost = list(result.failed)
-        for index in (i for i, bad in enumerate(lost) if bad):
+        for index in (i for i, bad in enumerate(result.failed) if bad):
             # Without an earlier decomposition the factor's diagonal must do.
             result.vectors[index] = torch.eye(stack.shape[-1], dtype=stack.dtype, device=stack.device)
             result.values[index] = stack[index].diagonal().nan_to_num(0, 0, 0).clamp(min=0)
-        for key, span in keys.items():
-            sides[key] = Side(result.vectors[span], result.values[span])
-            failed[key] = lost[span]
-    return Solved(sides, failed)
+        return Side(result.vectors, result.values), result.failed
+
+    return _solve(factors, lambda diagonal: diagonal.clamp(min=0), dense)
 
 
 def solve_inverse(factors: Mapping[Hashable, Tensor]) -> Solved:
     """Inverses of damped factors (stack, n, n) or diagonals (stack, n)."""
+
+    def dense(stack: Tensor) -> tuple[Side, list[bool]]:
+        result = symmetric_inverse(stack)
+        for index in (i for i, bad in enumerate(result.failed) if bad):
+            result.matrices[index] = stack[index].diagonal().reciprocal().nan_to_num(0, 0, 0).diag_embed()
+        return Side(result.matrices, None), result.failed
+
+    return _solve(factors, torch.reciprocal, dense)
+
+
+def _solve(
+    factors: Mapping[Hashable, Tensor],
+    diagonal: Callable[[Tensor], Tensor],
+    dense: Callable[[Tensor], tuple[Side, list[bool]]],
+) -> Solved:
+    """Diagonal factors one by one, dense ones in stacks of equal size."""
     sides: dict[Hashable, Side] = {}
     failed: dict[Hashable, list[bool]] = {}
     for key, factor in factors.items():
         if factor.dim() == 2:
-            sides[key], failed[key] = Side(None, factor.reciprocal()), [False] * factor.shape[0]
-    for keys, stack in _stacks(factors):
-        result = symmetric_inverse(stack)
-        lost = list(result.failed)
-        for index in (i for i, bad in enumerate(lost) if bad):
-            result.matrices[index] = stack[index].diagonal().reciprocal().nan_to_num(0, 0, 0).diag_embed()
-        for key, span in keys.items():
-            sides[key] = Side(result.matrices[span], None)
+            sides[key], failed[key] = Side(None, diagonal(factor)), [False] * factor.shape[0]
+    for spans, stack in _stacks(factors):
+        whole, lost = dense(stack)
+        for key, span in spans.items():
+            sides[key] = Side(*(None if part is None else part[span] for part in (whole.matrix, whole.values)))
             failed[key] = lost[span]
     return Solved(sides, failed)
 
