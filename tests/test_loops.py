@@ -731,3 +731,71 @@ def test_a_pass_that_goes_on_from_one_without_gradients_still_counts() -> None:
     (third.square().sum() / 8).backward()
     kfac.step()
     assert float(kfac.blocks[0].estimate().scale[0]) == 2.0
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_an_output_changed_in_place_after_the_model_returned_it(fisher: str) -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.net(x).view(-1, 3)
+            return result
+
+    model, (x, y) = Viewing(), batch()
+    kfac = KFAC(model, kl_clip=None, fisher=fisher)
+    output = model(x)
+    output.mul_(2.0)
+    functional.cross_entropy(output, y).backward()
+    kfac.step()
+    assert float(kfac.blocks[0].straight.row.weight) == 8
+
+
+def test_an_orientation_that_first_appears_in_a_nan_batch_waits_for_a_good_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.both = nn.Parameter(torch.randn(4, 3).double()), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = functional.linear(x, self.w.t())
+            return functional.linear(hidden, self.w) if self.both else hidden
+
+    model, (x, _) = Tied(), batch()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1, inv_update_steps=1)
+    run(model, x, lambda out: out.square().sum() / 8)
+    kfac.step()
+    before = kfac.blocks[0].to_dense()
+    model.both = True
+    run(model, x * math.nan, lambda out: out.square().sum() / 8)
+    with pytest.warns(NatgradWarning, match="NaN or inf"):
+        kfac.step()
+    torch.testing.assert_close(kfac.blocks[0].to_dense() / before.trace(), before / before.trace(), **TIGHT)
+    run(model, x, lambda out: out.square().sum() / 8)
+    kfac.step()
+    assert torch.isfinite(kfac.blocks[0].to_dense()).all()
+    assert kfac.metrics()["failed_decompositions"] == 0
+
+
+def test_sparse_gradients_without_statistics_get_the_same_message() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+
+    model = Sparse()
+    kfac = KFAC(model, kl_clip=None)
+    model.table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="saw no forward pass"):
+        kfac.step()
+
+
+def test_metrics_of_the_inverse_solver() -> None:
+    model = mlp()
+    kfac = KFAC(model, kl_clip=None, solver="inverse")
+    loss_of(model, *batch()).backward()
+    kfac.step()
+    largest = max(float(torch.linalg.eigvalsh(block.to_dense()).max()) for block in kfac.blocks)
+    assert kfac.metrics()["eigenvalue_max"] == pytest.approx(largest)
