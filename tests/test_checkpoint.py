@@ -104,7 +104,7 @@ def test_without_decompositions_the_present_factors_are_decomposed() -> None:
         torch.testing.assert_close(block.to_dense(), mine.to_dense(), rtol=0, atol=0)
     (member, *_) = other._preconditioner.solved.values()
     expected = torch.linalg.eigvalsh(kfac.blocks[0].estimate().row)
-    torch.testing.assert_close(member.row.values, expected.clamp(min=0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(member.sides[0].values, expected.clamp(min=0), rtol=1e-4, atol=1e-6)
 
 
 def test_another_solver_decomposes_anew() -> None:
@@ -123,7 +123,7 @@ def test_keys_are_parameter_names() -> None:
     train(model, optimizer, 0, 2, (4,))
     state = kfac.state_dict()
     assert set(state["blocks"]) == {"embed.weight", "a.weight", "b.weight"}
-    assert isinstance(state["blocks"]["b.weight"]["orientations"][0]["column"], str)  # shared with a's
+    assert isinstance(state["blocks"]["b.weight"]["orientations"][0]["sides"][1], str)  # shared with a's
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_does_not_fit_says_which_parameter_and_changes_nothing
     assert after["step"] == before["step"] == 3
     for key, block in before["blocks"].items():
         assert torch.equal(
-            block["orientations"][0]["row"]["sum"], after["blocks"][key]["orientations"][0]["row"]["sum"]
+            block["orientations"][0]["sides"][0]["sum"], after["blocks"][key]["orientations"][0]["sides"][0]["sum"]
         )
     train(model, optimizer, 3, 5, (4,))
 
@@ -164,10 +164,10 @@ def test_a_checkpoint_that_does_not_fit_says_which_parameter_and_changes_nothing
 def test_a_truncated_or_foreign_state() -> None:
     model, optimizer, kfac = make("mlp")
     train(model, optimizer, 0, 3, (4,))
-    with pytest.raises(ValueError, match="not a natgrad checkpoint of version 1"):
+    with pytest.raises(ValueError, match="not a natgrad checkpoint of version 2"):
         kfac.load_state_dict(optimizer.state_dict())
     state = kfac.state_dict()
-    state["blocks"]["0.weight"]["orientations"][0]["row"]["sum"] = torch.zeros(1, 2, 2)
+    state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"] = torch.zeros(1, 2, 2)
     with pytest.raises(ValueError, match=r"factor 0\.weight/0/row has shape \(1, 2, 2\) .* needs \(1, 5, 5\)"):
         kfac.load_state_dict(state)
     state = kfac.state_dict()
@@ -181,6 +181,6 @@ def test_a_state_is_a_snapshot() -> None:
     model, optimizer, kfac = make("mlp")
     train(model, optimizer, 0, 3, (4,))
     state = kfac.state_dict()
-    before = state["blocks"]["0.weight"]["orientations"][0]["row"]["sum"].clone()
+    before = state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"].clone()
     train(model, optimizer, 3, 9, (4,))
-    assert torch.equal(before, state["blocks"]["0.weight"]["orientations"][0]["row"]["sum"])
+    assert torch.equal(before, state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"])

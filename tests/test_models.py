@@ -176,11 +176,9 @@ CASES: dict[str, Case] = {
         lambda: nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)), (BATCH, 6), tokens=True, per_token=True, blocks=2
     ),
     "non-contiguous and keyword inputs": Case(Strided, (BATCH, 5, 3, 5), keyword="x", blocks=3),
-    "convnet": Case(convnet, (BATCH, 3, 6, 6), left=("1.weight", "1.bias"), blocks=3),
-    "in-place activations": Case(lambda: convnet(inplace=True), (BATCH, 3, 6, 6), left=("1.weight", "1.bias")),
-    "channels last": Case(
-        convnet, (BATCH, 3, 6, 6), left=("1.weight", "1.bias"), memory_format=torch.channels_last, blocks=3
-    ),
+    "convnet": Case(convnet, (BATCH, 3, 6, 6), blocks=5),
+    "in-place activations": Case(lambda: convnet(inplace=True), (BATCH, 3, 6, 6)),
+    "channels last": Case(convnet, (BATCH, 3, 6, 6), memory_format=torch.channels_last, blocks=5),
     "3-d, dilated, transposed": Case(volumes, (BATCH, 2, 4, 4, 4), blocks=3),
     "1-d, same and circular padding": Case(signals, (BATCH, 2, 7), blocks=2),
     "unrolled recurrent cell": Case(Unrolled, (BATCH, 4, 3), blocks=3),
@@ -191,8 +189,7 @@ CASES: dict[str, Case] = {
     "fused LSTM": Case(
         Recurrent,
         (BATCH, 5, 4),
-        left=("lstm.weight_ih_l0", "lstm.weight_hh_l0", "lstm.bias_ih_l0", "lstm.bias_hh_l0"),
-        blocks=1,
+        blocks=3,
         double=False,
     ),
     "frozen, unused, dict of outputs": Case(
@@ -202,8 +199,7 @@ CASES: dict[str, Case] = {
         lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3)),
         (BATCH, 5, 8),
         per_token=True,
-        left=("0.norm1.weight", "0.norm1.bias", "0.norm2.weight", "0.norm2.bias"),
-        blocks=5,
+        blocks=9,
     ),
     "compiled": Case(
         lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
@@ -282,7 +278,12 @@ def compare_with_hand(kfac: KFAC, model: nn.Module, recorder: hand.Recorder, ter
     for block in kfac.blocks:
         owner, _, field = block.names[0].rpartition(".")
         module = modules[owner]
-        if field != "weight" or block.swapped is not None or isinstance(module, nn.MultiheadAttention):
+        if (
+            field != "weight"
+            or len(block.straight.sides) != 2
+            or block.swapped is not None
+            or isinstance(module, nn.MultiheadAttention)
+        ):
             continue
         if owner not in recorder.calls:
             continue  # MultiheadAttention's out_proj is used as a function

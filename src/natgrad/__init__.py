@@ -21,6 +21,7 @@ Vocabulary
 
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
+from natgrad.statistics.predictive import Bernoulli, Categorical, Gaussian
 
 __version__ = "0.1.0"
-__all__ = ["KFAC", "NatgradWarning", "__version__"]
+__all__ = ["KFAC", "Bernoulli", "Categorical", "Gaussian", "NatgradWarning", "__version__"]

@@ -11,11 +11,12 @@ from torch import Tensor
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.blocks.registry import Registry
+from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.solve.solver import Side
 
-VERSION = 1
+VERSION = 2
 _KEYS = (
     "solver",
     "damping_rule",
@@ -39,17 +40,17 @@ def save_blocks(registry: Registry) -> dict[str, Any]:
 def _save_block(block: KroneckerBlock, homes: dict[Factor, str]) -> dict[str, Any]:
     orientations: list[dict[str, Any]] = []
     for number, orientation in enumerate(block.orientations):
-        entry: dict[str, Any] = {"counts": orientation.counts.clone()}
-        for side in ("row", "column"):
-            factor: Factor = getattr(orientation, side)
+        sides: list[Any] = []
+        for side, factor in enumerate(orientation.sides):
             if factor in homes:
-                entry[side] = homes[factor]
+                sides.append(homes[factor])
             else:
                 homes[factor] = f"{block.key}/{number}/{side}"
-                entry[side] = {"sum": factor.sum.clone(), "weight": factor.weight.clone(), "diagonal": factor.diagonal}
-        orientations.append(entry)
+                sides.append({"sum": factor.sum.clone(), "weight": factor.weight.clone(), "diagonal": factor.diagonal})
+        orientations.append({"counts": orientation.counts.clone(), "sides": sides})
     return {
         "kind": block.kind,
+        "form": block.form.to_state(),
         "weight": block.weight.to_state(),
         "bias": None if block.bias is None else block.bias.to_state(),
         "orientations": orientations,
@@ -87,20 +88,24 @@ def _load_block(
                 f"{layout.name} has shape {tuple(parameter.shape)}, in the checkpoint {layout.parameter_shape}"
             )
     device = parameters[weight.name].device
-    stack, rows, columns = weight.shape
-    sizes = {"row": rows, "column": columns + (bias is not None)}
+    form = Form.from_state(entry["form"])
+    stack, rows, _ = weight.shape
+    sizes = [rows, *form.columns]
+    if bias is not None:
+        sizes[1] += 1
     orientations = []
     for number, stored in enumerate(entry["orientations"]):
-        sides = {}
         # The second orientation is that of the transpose: its row side belongs to the block's columns.
-        for side, other in (("row", "column"), ("column", "row")):
-            size = sizes[other if number else side]
-            sides[side] = _load_factor(f"{key}/{number}/{side}", stored[side], (stack, size), device, factors)
-        orientation = Orientation(sides["row"], sides["column"])
+        own = sizes[::-1] if number else sizes
+        sides = [
+            _load_factor(f"{key}/{number}/{side}", part, (stack, size), device, factors)
+            for side, (part, size) in enumerate(zip(stored["sides"], own, strict=True))
+        ]
+        orientation = Orientation(sides)
         orientation.counts.copy_(stored["counts"])
         orientations.append(orientation)
     swapped = orientations[1] if len(orientations) > 1 else None
-    return KroneckerBlock(weight, bias, kind=entry["kind"], straight=orientations[0], swapped=swapped)
+    return KroneckerBlock(weight, bias, kind=entry["kind"], form=form, straight=orientations[0], swapped=swapped)
 
 
 def _load_factor(
@@ -127,14 +132,14 @@ def save_solved(preconditioner: Preconditioner) -> dict[str, Any]:
     homes: dict[int, str] = {}
     result: dict[str, Any] = {}
     for key, member in preconditioner.solved.items():
-        entry: dict[str, Any] = {"scale": member.scale.clone(), "solved_at": member.solved_at}
-        for name, side in (("row", member.row), ("column", member.column)):
+        sides: list[Any] = []
+        for number, side in enumerate(member.sides):
             if id(side) in homes:
-                entry[name] = homes[id(side)]
+                sides.append(homes[id(side)])
             else:
-                homes[id(side)] = f"{key}/{name}"
-                entry[name] = {field: _cloned(getattr(side, field)) for field in ("matrix", "values")}
-        result[key] = entry
+                homes[id(side)] = f"{key}/{number}"
+                sides.append({field: _cloned(getattr(side, field)) for field in ("matrix", "values")})
+        result[key] = {"scale": member.scale.clone(), "solved_at": member.solved_at, "sides": sides}
     return result
 
 
@@ -143,21 +148,23 @@ def load_solved(state: Mapping[str, Any], blocks: list[KroneckerBlock], precondi
     by_key = {block.key: block for block in blocks}
     sides: dict[str, Side] = {}
     for key, entry in state.items():
-        for name in ("row", "column"):
-            if not isinstance(entry[name], str):
-                sides[f"{key}/{name}"] = Side(*(_cloned(entry[name][field]) for field in ("matrix", "values")))
+        for number, stored in enumerate(entry["sides"]):
+            if not isinstance(stored, str):
+                sides[f"{key}/{number}"] = Side(*(_cloned(stored[field]) for field in ("matrix", "values")))
         block = by_key.get(key)
         if block is None:
             continue  # excluded here
         device = block.straight.row.sum.device
-        row, column = (
-            sides[entry[name] if isinstance(entry[name], str) else f"{key}/{name}"] for name in ("row", "column")
-        )
-        for side, size in ((row, block.shape[1]), (column, block.shape[2])):
+        own = [
+            sides[stored if isinstance(stored, str) else f"{key}/{number}"]
+            for number, stored in enumerate(entry["sides"])
+        ]
+        sizes = [factor.sum.shape[1] for factor in block.straight.sides]
+        for side, size in zip(own, sizes, strict=True):
             side.matrix, side.values = (None if p is None else p.to(device) for p in (side.matrix, side.values))
             if any(p is not None and p.shape[-1] != size for p in (side.matrix, side.values)):
                 raise ValueError(f"the decomposition of {key} does not have the size of its factors ({size})")
-        preconditioner.adopt(block, row, column, entry["scale"].to(device), entry["solved_at"])
+        preconditioner.adopt(block, own, entry["scale"].to(device), entry["solved_at"])
 
 
 def load_generator(state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from natgrad import checkpoint
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
-from natgrad.capture.watch import Watch, innermost
+from natgrad.capture.choices import VECTORS
+from natgrad.capture.outputs import attached_tensors
+from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.metrics import Metrics
 from natgrad.options import Hyperparameter, Interval, Number, choice
 from natgrad.parameters import (
     any_nonzero,
+    make_choices,
     named_parameters,
     parameters_of,
     patterns,
@@ -27,10 +31,12 @@ from natgrad.parameters import (
 )
 from natgrad.precondition.guard import all_finite, drop_unless
 from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
 from natgrad.report import NOT_YET, Report, build_report
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
-from natgrad.statistics.predictive import PREDICTIVES, Predictive
+from natgrad.statistics.part import draw_cases, run_aside, take_cases
+from natgrad.statistics.predictive import Predictive, checked_predictive
 from natgrad.window import FISHERS, Window
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
@@ -59,15 +65,29 @@ class KFAC:
         kl_clip: κ: the step is scaled down so that α² vᵀ∇ stays below it; None for no clip.
         fisher: ``"empirical"`` (the training targets), ``"sampled"`` (targets drawn from the model) or ``"exact"``
             (their expectation; one backward per output).
-        predictive: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a callable from the
-            model's output to a `torch.distributions` object.
+        predictive: what the output stands for: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance);
+            `natgrad.Categorical`, `natgrad.Bernoulli` or `natgrad.Gaussian` with options; a callable from the model's
+            output to a `torch.distributions` object; or a dict of these, one per head of a dict of outputs.
         loss_terms: N, for the empirical Fisher: how many terms the loss of a whole step is a mean over, where that is
             not the number of predictions in the model's output: 1 for a summed loss, all elements for `nn.MSELoss`,
             all micro-batches together for an accumulated loss divided by their number.
-        sharing: ``"expand"``: places and tokens count as uncorrelated rows.
+        sharing: ``"expand"`` (places and tokens count as uncorrelated rows) or ``"reduce"`` (averaged over each case's
+            places first: cheaper); or a dict from name patterns to these.
+        batch_axis: for ``"reduce"`` on sequences, the axis of (B, T, ...) that runs over cases, or a dict from name
+            patterns to axes; by default the one with the batch's size.
+        doubly_factored: linear layers on flattened feature maps to give three factors, as name patterns, or as a dict
+            from name patterns to the map's shape where the graph does not show it.
+        doubly_factored_above: linear layers with more inputs than this are doubly factored where a feature map is
+            found; None for never.
+        vectors: norm layers and other vectors: ``"full"`` blocks, ``"diagonal"`` ones, or ``"optimizer"``.
+        fallback: parameters whose use is not recognised: gradients ``"per-case"`` through `torch.func` where the model
+            allows it, else a diagonal from the ``"batch"`` gradient, or left to the ``"optimizer"``.
         exclude: name patterns (``"head.*"``) of parameters to leave to the optimizer.
         max_factor_size: sides larger than this get a diagonal factor.
-        generator: draws the targets of the sampled Fisher.
+        max_vector_size: vectors longer than this get a diagonal block.
+        stats_fraction: the part of each batch that a sampled or exact Fisher is taken from, in a pass of its own.
+        unfuse_recurrent: run `nn.LSTM`, `nn.GRU` and `nn.RNN` without fused kernels on steps that take statistics.
+        generator: draws the targets of the sampled Fisher, and the cases of `stats_fraction`.
     """
 
     def __init__(
@@ -86,17 +106,25 @@ class KFAC:
         fisher: str = "empirical",
         predictive: Predictive = "categorical",
         loss_terms: Number | None = None,
-        sharing: str = "expand",
+        sharing: str | Mapping[str, str] = "expand",
+        batch_axis: int | Mapping[str, int] | None = None,
+        doubly_factored: Iterable[str] | Mapping[str, Sequence[int]] = (),
+        doubly_factored_above: int | None = 4096,
+        vectors: str = "full",
+        fallback: str = "per-case",
         exclude: Iterable[str] = (),
         max_factor_size: int = 16384,
+        max_vector_size: int = 512,
+        stats_fraction: float = 1.0,
+        unfuse_recurrent: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KFAC takes the model itself, an nn.Module, got {type(model).__name__}")
-        choice("sharing", sharing, ("expand",))
         choice("fisher", fisher, FISHERS)
-        if not callable(predictive):
-            predictive = choice("predictive", str(predictive).lower(), PREDICTIVES)
+        predictive = checked_predictive(predictive)
+        choice("vectors", vectors, VECTORS)
+        choice("fallback", fallback, FALLBACKS)
         solver = choice("solver", solver, SOLVERS)
         rule = choice("damping_rule", damping_rule or _DEFAULT_RULE[solver], RULES)
         if (solver, rule) == ("inverse", "joint"):
@@ -110,31 +138,50 @@ class KFAC:
         rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        if max_factor_size < 1:
-            raise ValueError(f"max_factor_size must be at least 1, got {max_factor_size}")
+        for name, size in (("max_factor_size", max_factor_size), ("max_vector_size", max_vector_size)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 < stats_fraction <= 1:
+            raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction}")
+        if stats_fraction < 1 and fisher == "empirical":
+            raise ValueError(
+                "stats_fraction needs fisher='sampled' or 'exact', which run a pass of their own; the empirical Fisher "
+                "listens to yours"
+            )
 
         refuse_several_ranks(model)
         self._parameters = named_parameters(model)
-        self._exclude = patterns(exclude, self._parameters)
+        self._exclude = patterns("exclude", exclude, self._parameters)
         self._model = innermost(model)
+        choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
         self._step = 0
         self._factors_at: int | None = None
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
         self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
-        self._registry = Registry(self._parameters, max_factor_size=max_factor_size)
+        self._registry = Registry(
+            self._parameters,
+            max_factor_size=max_factor_size,
+            max_vector_size=max_vector_size if vectors == "full" else 0,
+        )
         self._solved_version = 0
         self._preconditioner = Preconditioner(solver, rule)
         self._metrics = Metrics()
         self._warner = Warner()
-        self._watch = Watch(model, self, KFAC._observe)
+        self._watch = Watch(model, self, KFAC._observe, unfuse=unfuse_recurrent)
+        self._fallback = Fallback(self._model, attached_tensors, fallback, PER_CASE_ELEMENTS)
+        self._fraction = stats_fraction
+        # The targets of the batch, for predictives that must know which of its predictions count; see `Categorical`.
+        self.targets: Any = None
         self._window = Window(
             self._registry,
             self._parameters,
             fisher=fisher,
             predictive=predictive,
             generator=generator,
+            choices=choices,
+            fallback=self._fallback,
             warn=self._warner.once,
         )
         self._watch.arm()
@@ -153,13 +200,14 @@ class KFAC:
         self._window.close()
         self._watch.disarm()
 
-    def capture(self, loss: Tensor, *, outputs: Any = None, terms: float | None = None) -> None:
+    def capture(self, loss: Tensor, *, outputs: Any = None, terms: float | None = None, targets: Any = None) -> None:
         """Takes statistics from this loss's graph, for loops whose loss does not come from one call of the model.
 
         Call it before ``loss.backward()``. It replaces what the model's own calls since the last backward would
         have given. `terms` is how many terms the loss is a mean over (default: `loss_terms`, or the predictions
         in `outputs`, or those of one call of the model that is part of it); `outputs` is what a sampled or exact
-        Fisher draws targets for. On steps that take no statistics it does nothing.
+        Fisher draws targets for, `targets` what says which predictions count (default: `targets` of this object). On
+        steps that take no statistics it does nothing.
         """
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise ValueError("capture takes a loss that is attached to its graph, before backward()")
@@ -176,6 +224,8 @@ class KFAC:
                 )
         self._window.forget_automatic()
         # The loss's graph holds every use; a sampled or exact Fisher differentiates the outputs instead.
+        if targets is not None:
+            self.targets = targets
         self._tap(loss if outputs is None else outputs, terms=terms, loss=loss)
 
     def step(self) -> None:
@@ -224,13 +274,44 @@ class KFAC:
 
     # Statistics
 
-    def _observe(self, output: Any) -> None:
+    def _observe(self, inputs: Inputs, output: Any) -> None:
         """The model's forward hook, on armed steps."""
-        if torch.is_grad_enabled():
-            self._tap(output)
+        if not torch.is_grad_enabled() or self._fallback.busy:
+            return
+        if self._fraction < 1:
+            self._tap_part(inputs, output)
+        else:
+            self._tap(output, inputs=inputs)
 
-    def _tap(self, output: Any, *, terms: float | None = None, loss: Tensor | None = None) -> None:
-        attached = [tensor for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
+    def _tap_part(self, inputs: Inputs, output: Any) -> None:
+        """A pass of our own over a part of the batch; it counts when the user's backward comes by the whole."""
+        prediction = outputs.prediction(output)
+        if prediction is None or prediction.dim() == 0 or prediction.numel() == 0 or prediction.grad_fn is None:
+            self._tap(output, inputs=inputs)
+            return
+        cases = prediction.shape[0]
+        chosen = draw_cases(cases, self._fraction, self._window.generator, prediction.device)
+        anchors = [tensor.grad_fn for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
+        arguments, keywords = take_cases(inputs, cases, chosen)
+        targets = None if self.targets is None else take_cases(self.targets, cases, chosen)
+        self._fallback.busy = True
+        try:
+            part = run_aside(self._model, arguments, keywords)
+        finally:
+            self._fallback.busy = False
+        self._tap(part, inputs=(arguments, keywords), targets=targets, anchors=anchors)
+
+    def _tap(
+        self,
+        output: Any,
+        *,
+        terms: float | None = None,
+        loss: Tensor | None = None,
+        inputs: Inputs | None = None,
+        targets: Any = None,
+        anchors: Iterable[Node] | None = None,
+    ) -> None:
+        attached = attached_tensors(output)
         roots = [tensor for tensor in attached if tensor.numel() > 0]
         if not roots:
             if attached:
@@ -242,9 +323,7 @@ class KFAC:
             roots = [loss]
         self._follow_replaced_modules()
         candidates = {
-            name: parameter
-            for name, parameter in self._parameters.items()
-            if self._why_left(name, parameter) is None and name not in self._window.unrecognised
+            name: parameter for name, parameter in self._parameters.items() if self._why_left(name, parameter) is None
         }
         self._refuse_moved(candidates)
         with torch.enable_grad():
@@ -254,10 +333,13 @@ class KFAC:
                 candidates,
                 own_terms=terms,
                 step_terms=None if self._terms is None else self._terms.at(self._step),
+                targets=self.targets if targets is None else targets,
+                inputs=inputs,
+                anchors=anchors,
                 by_hand=loss is not None,
             )
-        if findings is not None and not findings.found and len(self._registry) == 0:
-            reasons = self._window.unrecognised | findings.unrecognised
+        if findings is not None and not findings.found and not findings.remaining and len(self._registry) == 0:
+            reasons = self._window.unrecognised | findings.unrecognised | findings.left
             named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:5])
             self.detach()
             raise ValueError(f"no parameter of this model can be preconditioned ({named or 'none is used'})")
@@ -284,6 +366,7 @@ class KFAC:
                 "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
                 "before loss.backward()"
             )
+        window.finish()
         missing = [
             block.names[0]
             for block in window.without_statistics()
@@ -339,9 +422,7 @@ class KFAC:
             self._refresh(blocks, damping)
 
     def _refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
-        weights = torch.stack(
-            [torch.stack([o.row.weight * o.column.weight for o in b.orientations]).sum() for b in blocks]
-        )
+        weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks])
         known = [block for block, weight in zip(blocks, weights.tolist(), strict=True) if weight > 0]
         if len(known) < len(blocks) and int(self._refused) > 0:
             self._factors_at = None  # their first statistics were not finite: try again with the next batch
@@ -418,7 +499,8 @@ class KFAC:
         """
         left = {name: self._why_left(name, parameter) for name, parameter in self._parameters.items()}
         unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
-        reasons = {name: why or self._window.unrecognised.get(name, unseen) for name, why in left.items()}
+        known = self._window.unrecognised | self._window.left
+        reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
         return build_report(sizes, self._registry, self._preconditioner, reasons, f"{self._step} steps taken{attached}")
@@ -486,6 +568,7 @@ class KFAC:
         generator = checkpoint.load_generator(state["generator"], self._window.generator)
         self._window.close()
         self._window.unrecognised.clear()
+        self._window.left.clear()
         self._watch.disarm()
         self._registry.replace(blocks)
         self._solved_version = self._registry.version

@@ -64,7 +64,7 @@ def _eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float
     high: list[Tensor] = []
     for member in solved:
         if solver == "eigen":
-            sides = [member.row.values, member.column.values]
+            sides = [side.values for side in member.sides]
             scale = member.scale
         else:
             estimate = member.block.estimate()

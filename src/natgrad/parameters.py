@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from natgrad.capture.choices import SHARING, Choices
 from natgrad.capture.watch import clean_name, innermost
 from natgrad.errors import NatgradWarning
+from natgrad.options import choice
 
 
 def any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
@@ -20,16 +22,48 @@ def any_nonzero(tensors: Iterable[Tensor | None]) -> bool:
     return any(bool((t.coalesce().values() if t.is_sparse else t).count_nonzero() > 0) for t in present)
 
 
-def patterns(exclude: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+def patterns(option: str, wanted: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Name patterns, each of which must match something."""
-    wanted = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     known = list(names)
     for pattern in wanted:
         if not any(fnmatch(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"exclude={pattern!r} matches no parameter of this model{hint}")
+            raise ValueError(f"{option}={pattern!r} matches no parameter of this model{hint}")
     return wanted
+
+
+def make_choices(
+    names: Iterable[str],
+    sharing: str | Mapping[str, str],
+    batch_axis: int | Mapping[str, int] | None,
+    doubly_factored: Iterable[str] | Mapping[str, Sequence[int]],
+    doubly_factored_above: int | None,
+    vectors: str,
+) -> Choices:
+    """The user's choices by name pattern; what is not a dict is meant for all parameters."""
+    by_name = dict(sharing) if isinstance(sharing, Mapping) else {"*": sharing}
+    for value in by_name.values():
+        choice("sharing", value, SHARING)
+    axes = dict(batch_axis) if isinstance(batch_axis, Mapping) else {} if batch_axis is None else {"*": batch_axis}
+    for axis in axes.values():
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise TypeError(f"batch_axis must be a whole number, got {axis!r}")
+    if isinstance(doubly_factored, Mapping):
+        maps = {pattern: tuple(shape) for pattern, shape in doubly_factored.items()}
+    else:
+        listed = (doubly_factored,) if isinstance(doubly_factored, str) else tuple(doubly_factored)
+        maps = dict.fromkeys(listed, ())
+    for pattern, shape in maps.items():
+        if len(shape) == 1 or any(not isinstance(size, int) or size < 1 for size in shape):
+            raise ValueError(f"doubly_factored[{pattern!r}] must be a feature map's shape, (C, H, W), got {shape}")
+    known = list(names)
+    for option, values in (("sharing", by_name), ("batch_axis", axes), ("doubly_factored", maps)):
+        patterns(option, [pattern for pattern in values if pattern != "*"], known)
+    if doubly_factored_above is not None and doubly_factored_above < 1:
+        raise ValueError(f"doubly_factored_above must be at least 1 or None, got {doubly_factored_above}")
+    return Choices(by_name, axes, maps, doubly_factored_above, vectors)
 
 
 def refuse_several_ranks(model: nn.Module) -> None:

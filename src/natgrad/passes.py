@@ -6,9 +6,10 @@ weight gradients, right after the forward pass, and count once the user's backwa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from natgrad.blocks.factor import Factor
 from natgrad.blocks.registry import Tap
 from natgrad.capture.graph import saved
 from natgrad.capture.uses import Found, Use
+from natgrad.remaining import Remaining
 from natgrad.statistics.predictive import Derivative
 
 
@@ -44,14 +46,26 @@ class Pass:
     """
 
     def __init__(
-        self, owner: Owner, found: Sequence[Found], *, terms: float, kind: str, unrecognised: dict[str, str], limit: int
+        self,
+        owner: Owner,
+        found: Sequence[Found],
+        *,
+        terms: float,
+        kind: str,
+        unrecognised: dict[str, str],
+        left: dict[str, str],
+        remaining: Remaining,
+        diagonals: Callable[[Use], tuple[bool, ...]],
     ) -> None:
-        self.uses = [one.use for one in found]
+        self.uses = [*(one.use for one in found), *remaining.uses]
+        self._first_rest = len(found)
+        self._remaining = remaining
         self.terms = terms
         self.kind = kind
         self.unrecognised = unrecognised
+        self.left = left
         self.task = -1  # the backward pass that made it count
-        self._limit = limit  # larger sides have diagonal factors
+        self._diagonals = diagonals
         self.handles: list[RemovableHandle] = []
         self.token = object()  # marks the nodes that this pass has tapped
         self._owner = owner
@@ -61,10 +75,44 @@ class Pass:
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
-    def listen(self, found: Iterable[Found]) -> None:
-        """Empirical: takes each pair when the user's backward reaches its node, once."""
+    def listen(self, found: Iterable[Found], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
+        """Empirical: takes each pair when the user's backward reaches its node, once. `leaves` belong to the
+        parameters without a recognised use.
+        """
         for number, one in enumerate(found):
             self.handles.append(one.node.register_prehook(self._listener(number, one.leaf)))
+        if not leaves:
+            return
+        for number, root in enumerate(roots):
+            assert root.grad_fn is not None, "roots are attached"
+            self.handles.append(root.grad_fn.register_prehook(self._root_listener(number, root.output_nr, leaves)))
+        for number, name in self._remaining.by_batch:
+            handle = self._remaining.parameter(name).register_hook(_gradient_listener(weakref.ref(self), number))
+            weakref.finalize(self, handle.remove)  # a parameter outlives the graph
+            self.handles.append(handle)
+
+    def _root_listener(self, number: int, output: int, leaves: Sequence[Node]) -> Callable[[tuple[Tensor, ...]], None]:
+        def hook(derivatives: tuple[Tensor, ...]) -> None:
+            if derivatives[output] is not None and any(map(_differentiates, leaves)):
+                self._begin()
+                if self._remaining.by_case:
+                    self._remaining.derivatives.setdefault(number, derivatives[output].detach())
+
+        return hook
+
+    def add_gradient(self, number: int, gradient: Tensor) -> None:
+        """Takes in a batch's whole gradient, where nothing else is known; only of the backward that counts."""
+        if self._taps is not None and self.task == torch._C._current_graph_task_id():
+            self._add(self._taps[self._first_rest + number], gradient.detach().reshape(1, -1), ())
+
+    def finish(self) -> None:
+        """Runs the model case by case for what the backward has left to do."""
+        if self._taps is None or not self._remaining.derivatives:
+            return
+        known = self._remaining.derivatives
+        derivatives = [known.get(number) for number in range(max(known) + 1)]
+        for number, gradients in self._remaining.gradients_of_cases(derivatives):
+            self._add(self._taps[self._first_rest + number], gradients, ())
 
     def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
         done = False
@@ -81,9 +129,7 @@ class Pass:
                 self._owner.half()
             tap = self._begin()[number]
             with _undisturbed(derivatives[0].device):
-                activation = self._read(torch._C._current_autograd_node(), tap.use)
-                self._add_input(tap, activation)
-                self._add_output(tap, derivatives[0].detach(), activation)
+                self._add(tap, derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use))
 
         return hook
 
@@ -99,63 +145,86 @@ class Pass:
         self._filled.add(factor)
         return True
 
-    def _add_input(self, tap: Tap, activation: Tensor) -> None:
-        column, rows = tap.orientation.column, tap.use.operation.rows(activation)
+    def _add(self, tap: Tap, derivative: Tensor, saved: Sequence[Tensor]) -> None:
+        """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
+        operation, sides = tap.use.operation, tap.orientation.sides
+        rows = operation.rows(saved, derivative)
         tap.orientation.add_rows(rows)
-        if self._needs(column, shared=tap.shared_input):
-            column.add(_input_factor(tap.use, activation, diagonal=column.diagonal), rows)
+        needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
+        if any(needed[1:]):
+            moments = _input_factors(tap.use, saved, [factor.diagonal for factor in sides[1:]])
+            for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
+                if need:
+                    factor.add(moment, rows)
+        if needed[0]:
+            moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
+            sides[0].add(moment.mul_(self.terms**2), rows)
 
-    def _add_output(self, tap: Tap, derivative: Tensor, activation: Tensor) -> None:
-        row = tap.orientation.row
-        if self._needs(row, shared=tap.shared_output):
-            moment = tap.use.operation.output_factor(derivative, activation, diagonal=row.diagonal)
-            row.add(moment.mul_(self.terms**2), tap.use.operation.rows(activation))
-
-    def differentiate(self, found: Sequence[Found], derivatives: Iterable[Derivative], roots: Iterable[Node]) -> None:
-        """Sampled, exact: backward passes of our own; they count when the user's backward comes by."""
-        edges = [GradientEdge(one.node, 0) for one in found]
+    def differentiate(
+        self,
+        found: Sequence[Found],
+        derivatives: Iterable[Derivative],
+        roots: Sequence[Tensor],
+        anchors: Iterable[Node],
+    ) -> None:
+        """Sampled, exact: backward passes of our own; they count when the user's backward comes by `anchors`."""
+        others = self._remaining.inputs(roots)
+        edges: list[Any] = [*(GradientEdge(one.node, 0) for one in found), *others]
         outputs: dict[int, Tensor] = {}
-        activations: dict[int, Tensor] = {}
+        kept: dict[int, Sequence[Tensor]] = {}
         rows: dict[int, int | Tensor] = {}
+
+        def add(number: int, use: Use, derivative: Tensor, saved: Sequence[Tensor]) -> None:
+            rows[number] = use.operation.rows(saved, derivative) if number not in rows else rows[number]
+            moment = use.operation.output_factor(derivative, saved, diagonal=self._diagonals(use)[0])
+            outputs[number] = moment if number not in outputs else outputs[number].add_(moment)
+
         for derivative in derivatives:
             grads = torch.autograd.grad(
-                derivative.root, edges, derivative.gradient, retain_graph=True, allow_unused=True
+                derivative.roots, edges, derivative.gradients, retain_graph=True, allow_unused=True
             )
-            for number, (one, grad) in enumerate(zip(found, grads, strict=True)):
+            for number, (one, grad) in enumerate(zip(found, grads, strict=False)):
                 if grad is None:
                     continue
                 with _undisturbed(grad.device):
-                    if number not in activations:
-                        activation = self._read(one.node, one.use)
-                        rows[number] = one.use.operation.rows(activation)
-                        self._keep_input(number, activation, rows[number])
-                        # Only a look-up needs its indices again; nothing else is kept alive.
-                        small = one.use.operation.diagonal_input
-                        activations[number] = activation if small else activation.new_empty(0)
-                    diagonal = one.use.weight.shape[1] > self._limit
-                    moment = one.use.operation.output_factor(grad, activations[number], diagonal=diagonal)
-                    outputs[number] = moment if number not in outputs else outputs[number].add_(moment)
+                    if number not in kept:
+                        saved = self._read(one.node, one.use)
+                        self._keep_inputs(number, saved, one.use.operation.rows(saved, grad))
+                        # Only what the output side looks at is kept alive.
+                        small = tuple(tensor.new_empty(0) for tensor in saved)
+                        rows[number] = one.use.operation.rows(saved, grad)
+                        kept[number] = saved if one.use.operation.keeps_saved else small
+                    add(number, one.use, grad, kept[number])
+            if others:
+                with _undisturbed(derivative.roots[0].device):
+                    for index, gradients in self._remaining.gradients(grads[len(found) :]):
+                        number = len(found) + index
+                        add(number, self.uses[number], gradients, ())
+        for number in range(len(found), len(self.uses)):
+            if number in rows:
+                self._keep_inputs(number, (), rows[number])
         for number, moment in outputs.items():
             self._keep_output(number, moment, rows[number])
-        nodes = dict.fromkeys([*roots, *(one.node for one in found)])
+        nodes = dict.fromkeys([*anchors, *(one.node for one in found)])
         self.handles += [node.register_prehook(lambda _: self._count()) for node in nodes]
 
-    def _keep_input(self, number: int, activation: Tensor, rows: int | Tensor) -> None:
+    def _keep_inputs(self, number: int, saved: Sequence[Tensor], rows: int | Tensor) -> None:
         use = self.uses[number]
-        moment = _input_factor(use, activation, diagonal=use.weight.shape[2] >= self._limit)
+        moments = _input_factors(use, saved, self._diagonals(use)[1:])
 
         def deliver(taps: list[Tap]) -> None:
             tap = taps[number]
             tap.orientation.add_rows(rows)
-            if self._needs(tap.orientation.column, shared=tap.shared_input):
-                tap.orientation.column.add(moment, rows)
+            for factor, moment, shared in zip(tap.orientation.sides[1:], moments, tap.shared[1:], strict=True):
+                if self._needs(factor, shared=shared):
+                    factor.add(moment, rows)
 
         self._waiting.append(deliver)
 
     def _keep_output(self, number: int, moment: Tensor, rows: int | Tensor) -> None:
         def deliver(taps: list[Tap]) -> None:
             tap = taps[number]
-            if self._needs(tap.orientation.row, shared=tap.shared_output):
+            if self._needs(tap.orientation.row, shared=tap.shared[0]):
                 tap.orientation.row.add(moment, rows)
 
         self._waiting.append(deliver)
@@ -167,19 +236,27 @@ class Pass:
             for deliver in waiting:
                 deliver(taps)
 
-    def _read(self, node: Node, use: Use) -> Tensor:
+    def _read(self, node: Node, use: Use) -> tuple[Tensor, ...]:
         if not use.packed:
-            activation: Tensor = saved(node, use.activation)
-        else:
-            # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the
-            # region once more, for us.
-            with self._group:
-                activation = saved(node, use.activation)
-        return activation.detach()
+            return tuple(saved(node, name).detach() for name in use.saved)
+        # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
+        # once more, for us.
+        with self._group:
+            return tuple(saved(node, name).detach() for name in use.saved)
 
 
-def _input_factor(use: Use, activation: Tensor, *, diagonal: bool) -> Tensor:
-    return use.operation.input_factor(activation, homogeneous=use.adds_bias, diagonal=diagonal)
+def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:
+    return use.operation.input_factors(saved, homogeneous=use.adds_bias, diagonal=diagonal)
+
+
+def _gradient_listener(current: weakref.ref[Pass], number: int) -> Callable[[Tensor], None]:
+    """Holds the pass weakly: a parameter's hooks must not keep a graph alive."""
+
+    def hook(gradient: Tensor) -> None:
+        if (present := current()) is not None:
+            present.add_gradient(number, gradient)
+
+    return hook
 
 
 def _differentiates(leaf: Node) -> bool:

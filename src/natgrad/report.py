@@ -16,7 +16,7 @@ NOT_YET = "not known yet: run one training step"
 @dataclass(frozen=True)
 class Line:
     """One parameter, or one covered slice of it. `reason` says why a parameter is left to the optimizer; empty where
-    it is covered.
+    it is covered. `note` says why a covered one has no better approximation.
     """
 
     parameter: str
@@ -25,6 +25,7 @@ class Line:
     bytes: int
     reason: str = ""
     elements: int = 0
+    note: str = ""
 
     @property
     def covered(self) -> bool:
@@ -76,6 +77,14 @@ class Report:
         for row in rows:
             cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3].rjust(widths[3])]
             text.append("  ".join(cells).rstrip())
+        # Notes of layers alike are said once, under the table.
+        notes: dict[str, list[str]] = {}
+        for line in self.lines:
+            if line.note:
+                notes.setdefault(line.note, []).append(line.parameter)
+        for note, names in notes.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text.append(f"{', '.join(names[:3])}{more}: {note}")
         covered = [line for line in self.lines if line.covered]
         share = sum(line.elements for line in covered) / max(1, sum(line.elements for line in self.lines))
         text.append(
@@ -113,34 +122,34 @@ def build_report(
             lines.append(Line(name, f"with {blocks[0].weight.name}", "the last of A", 0, elements=elements))
             continue
         factors = " ; ".join(dict.fromkeys(_describe(block, registry) for block in blocks))
-        kind = blocks[0].kind
+        kind = blocks[0].kind + (", reduced" if blocks[0].form.reduced else "")
         if blocks[0].weight.box is not None:
             kind += " " + " ".join(block.weight.label.removeprefix(name) for block in blocks)
         memory = sum(_bytes(block, preconditioner, counted) for block in blocks)
-        lines.append(Line(name, kind, factors, memory, elements=elements))
+        lines.append(Line(name, kind, factors, memory, elements=elements, note=blocks[0].form.note))
     return Report(tuple(lines), state)
 
 
 def _describe(block: KroneckerBlock, registry: Registry) -> str:
     stack = f"{block.shape[0]} × " if block.shape[0] > 1 else ""
-    sides = [
-        _side("A", block.straight.column, block.shape[2], block, registry, "column"),
-        _side("G", block.straight.row, block.shape[1], block, registry, "row"),
-    ]
+    row, *columns = block.straight.sides
+    parts = [_side("A", factor, block, registry) for factor in columns]
+    parts.append(_side("G", row, block, registry))
     tied = ", used in both orientations" if block.swapped is not None else ""
-    return f"{stack}{' · '.join(sides)}{tied}"
+    return f"{stack}{' · '.join(parts)}{tied}"
 
 
-def _side(letter: str, factor: Factor, size: int, block: KroneckerBlock, registry: Registry, side: str) -> str:
+def _side(letter: str, factor: Factor, block: KroneckerBlock, registry: Registry) -> str:
+    size = factor.sum.shape[1]
     text = f"{letter} {size} diagonal" if factor.diagonal else f"{letter} {size}²"
-    first = next(other for other in registry if getattr(other.straight, side) is factor)
+    first = next(other for other in registry if factor in other.straight.sides)
     return text if first is block else f"{text} (of {first.key})"
 
 
 def _bytes(block: KroneckerBlock, preconditioner: Preconditioner, counted: set[int]) -> int:
     total = 0
     solved = preconditioner.solved.get(block.key)
-    sides = [] if solved is None else [solved.row, solved.column]
+    sides = () if solved is None else solved.sides
     for factor in block.factors():
         if id(factor) not in counted:
             counted.add(id(factor))

@@ -5,7 +5,7 @@ the running averages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from natgrad.blocks.factor import commit
 from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
+from natgrad.capture.choices import Choices
+from natgrad.capture.form import PER_CASE
 from natgrad.capture.graph import Graph, marks
-from natgrad.capture.uses import Findings, Found, find_uses
+from natgrad.capture.uses import Findings, find_uses
 from natgrad.passes import Pass
-from natgrad.statistics.predictive import Predictive, count_predictions, predicted
+from natgrad.remaining import Call, Fallback, Remaining
+from natgrad.statistics.predictive import Predicted, Predictive, asks_more, count_predictions, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
@@ -38,13 +41,18 @@ class Window:
         fisher: str,
         predictive: Predictive,
         generator: torch.Generator | None,
+        choices: Choices,
+        fallback: Fallback,
         warn: Callable[[str, str], None],
     ) -> None:
         self.registry = registry
+        self._choices = choices
+        self._fallback = fallback
         self.fisher = fisher
         self.predictive = predictive
         self.generator = generator
         self.unrecognised: dict[str, str] = {}
+        self.left: dict[str, str] = {}
         self.problem = ""
         self._parameters = parameters
         self._warn = warn
@@ -61,21 +69,28 @@ class Window:
         *,
         own_terms: float | None = None,
         step_terms: float | None = None,
+        targets: Tensor | None = None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        anchors: Iterable[Node] | None = None,
         by_hand: bool = False,
     ) -> Findings | None:
         """Taps the graph of one forward pass; None where the number of its terms is unknown.
 
         N is the user's `own_terms` of this pass, `step_terms` of a whole step, or the predictions in the output.
+        `inputs` are the model's, where the output comes from a call of it. `anchors` are the nodes whose backward
+        makes the pass count, where they are not the output's own.
         """
         prediction = outputs.prediction(output)
-        distribution = None
+        distribution = self._distribution(output, prediction, targets)
         if self.fisher != "empirical":
-            distribution = predicted(self.predictive, output, prediction)
+            assert distribution is not None, "without one, an error has been raised"
             terms, how = distribution.terms, OWN
         elif own_terms is not None:
             terms, how = own_terms, OWN
         elif step_terms is not None:
             terms, how = step_terms, STEP
+        elif distribution is not None:
+            terms, how = distribution.terms, OWN
         elif prediction is not None:
             terms, how = count_predictions(prediction), OWN
         else:
@@ -86,31 +101,63 @@ class Window:
             return None
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
-        findings = find_uses(graph, parameters)
+        cases = None if prediction is None or prediction.dim() == 0 else prediction.shape[0]
+        candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
+        findings = find_uses(graph, candidates, choices=self._choices, cases=cases, known=self.registry.forms())
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
-        if not found:
+        call = None if inputs is None else Call(*inputs, cases)
+        remaining = self._remaining(graph, findings, parameters, call, roots)
+        findings.remaining = len(remaining.uses)
+        if not found and not remaining.uses:
             return findings
         if len(found) < len(findings.found) and how == OWN:
             how = CONNECTED
         current = Pass(
-            self, found, terms=terms, kind=how, unrecognised=findings.unrecognised, limit=self.registry.max_factor_size
+            self,
+            found,
+            terms=terms,
+            kind=how,
+            unrecognised=findings.unrecognised,
+            left=findings.left,
+            remaining=remaining,
+            diagonals=self.registry.diagonals,
         )
         for one in found:
             marks(one.node).append(current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)
-        self._tap(current, found, graph, distribution)
+        if self.fisher == "empirical" or distribution is None:
+            current.listen(found, roots, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses])
+        else:
+            sampled = self.fisher == "sampled"
+            derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
+            current.differentiate(found, derivatives, roots, graph.roots if anchors is None else anchors)
         return findings
 
-    def _tap(self, current: Pass, found: list[Found], graph: Graph, distribution: Any) -> None:
-        if distribution is None:
-            current.listen(found)
-        elif self.fisher == "sampled":
-            current.differentiate(found, [distribution.sampled(self.generator)], graph.roots)
-        else:
-            current.differentiate(found, distribution.exact(), graph.roots)
+    def _distribution(self, output: Any, prediction: Tensor | None, targets: Tensor | None) -> Predicted | None:
+        """What the output stands for; for the empirical Fisher only where more than its shape is asked for."""
+        if self.fisher == "empirical" and not asks_more(self.predictive):
+            return None
+        return predicted(self.predictive, output, prediction, targets)
+
+    def _remaining(
+        self,
+        graph: Graph,
+        findings: Findings,
+        parameters: Mapping[str, Tensor],
+        call: Call | None,
+        roots: list[Tensor],
+    ) -> Remaining:
+        """The parameters without a recognised use, now or in an earlier pass, that this graph holds."""
+        names = {
+            name: reason
+            for name, reason in {**self.unrecognised, **findings.unrecognised}.items()
+            if name in parameters and id(parameters[name]) in graph.leaves
+        }
+        uses = [] if self._fallback.how == "optimizer" else self._fallback.uses(names, parameters, call, roots)
+        return Remaining(self._fallback, uses, parameters, call)
 
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
@@ -129,11 +176,18 @@ class Window:
         self._open.discard(current)
         self._counted.append(current)
         self.unrecognised |= current.unrecognised
-        lost = self.registry.drop(current.unrecognised)
-        if lost:
-            reason = self.unrecognised[next(name for name in current.unrecognised if lost[0].startswith(name))]
-            self._warn("dropped", f"{', '.join(lost)} is left to the optimizer from step {{step}} on: {reason}")
+        self.left |= current.left
+        if self._fallback.how == "optimizer":
+            self._drop(current.unrecognised)
+        self._drop(current.left)
         return self.registry.assign(current.uses)
+
+    def _drop(self, reasons: Mapping[str, str]) -> None:
+        """Parameters that had a block and are now left to the optimizer."""
+        lost = self.registry.drop(reasons)
+        if lost:
+            reason = reasons[next(name for name in reasons if lost[0].startswith(name))]
+            self._warn("dropped", f"{', '.join(lost)} is left to the optimizer from step {{step}} on: {reason}")
 
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
@@ -186,6 +240,11 @@ class Window:
         # What a connected pass goes on from has counted too, unless no gradient got there.
         return sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
 
+    def finish(self) -> None:
+        """Does what is left to do once the backward passes are over."""
+        for current in self._counted:
+            current.finish()
+
     def commit(self, decay: float) -> Tensor:
         """Moves the running averages of every block that was used.
 
@@ -212,7 +271,12 @@ class Window:
 
     def without_statistics(self) -> list[KroneckerBlock]:
         """Blocks that no pass of this window used."""
-        return [block for block in self.registry if not any(o.has_pending for o in block.orientations)]
+        refused = PER_CASE if self._fallback.refused else ""
+        return [
+            block
+            for block in self.registry
+            if block.form.source != refused and not any(o.has_pending for o in block.orientations)
+        ]
 
 
 def _marked(node: Node, tokens: set[object]) -> bool:

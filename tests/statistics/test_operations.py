@@ -118,8 +118,8 @@ def test_embedding_leaves_out_the_padding_index() -> None:
     indices = torch.tensor([[0, 2, 2], [1, 0, 2]])
     derivative = torch.randn(2, 3, 4)
     table = Embedding(5, 2)
-    assert int(table.rows(indices)) == 3
-    counts = table.input_factor(indices, homogeneous=False, diagonal=True)
+    assert int(table.rows([indices], derivative)) == 3
+    (counts,) = table.input_factors([indices], homogeneous=False, diagonal=[True])
     torch.testing.assert_close(counts, torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0]]))
     kept = derivative[indices != 2]
-    torch.testing.assert_close(table.output_factor(derivative, indices, diagonal=False)[0], kept.mT @ kept)
+    torch.testing.assert_close(table.output_factor(derivative, [indices], diagonal=False)[0], kept.mT @ kept)

@@ -1,46 +1,64 @@
-"""The Kronecker-factored Fisher block of one weight and its bias: scale · (input factor) ⊗ (output factor).
+"""The Kronecker-factored Fisher block of one parameter: scale · row factor ⊗ column factors.
 
 MATH: with R rows in a loss that is a mean over N terms, block = s · A ⊗ G with A and G the *means* over rows and s
-= R / N. One formula serves dense layers
-(s = 1), convolutions (s = places), sequences with one label (s = length) and token losses (s = 1).
+= R / N. One formula serves dense layers (s = 1), convolutions (s = places), sequences with one label (s = length)
+and token losses (s = 1). The row side G is always there; the column side is one factor A, two where the input is a
+feature map (Ba et al. 2017, section 4), or none where the parameter is a vector, whose block is then a full Fisher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks.factor import Factor, Rows, add_counts
+from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout, positions
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The current estimate of a stack of blocks: scale · column ⊗ row, with diagonal sides as vectors."""
+    """The current estimate of a stack of blocks: scale · ⊗ sides, the row side first; diagonal sides are vectors."""
 
-    row: Tensor
-    column: Tensor
+    sides: tuple[Tensor, ...]
     scale: Tensor
 
     @property
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """(row, column)."""
-        return self.row, self.column
+    def row(self) -> Tensor:
+        """The output side, G."""
+        return self.sides[0]
+
+    @property
+    def column(self) -> Tensor:
+        """The input side, A, where it is one factor."""
+        (column,) = self.sides[1:]
+        return column
 
 
 class Orientation:
-    """The factors of all uses of a weight in one orientation (W, or Wᵀ)."""
+    """The factors of all uses of a weight in one orientation (W, or Wᵀ): the row side's, then the column sides'."""
 
-    def __init__(self, row: Factor, column: Factor) -> None:
-        self.row = row
-        self.column = column
+    def __init__(self, sides: Sequence[Factor]) -> None:
+        self.sides = list(sides)
         # Rows and loss terms with the factors' own decay: their ratio is s.
-        self.counts = torch.zeros(2, dtype=torch.float64, device=row.sum.device)
+        self.counts = torch.zeros(2, dtype=torch.float64, device=self.row.sum.device)
         self._pending_rows: Rows = 0
         self.has_pending = False
+
+    @property
+    def row(self) -> Factor:
+        """The output side, G."""
+        return self.sides[0]
+
+    @property
+    def column(self) -> Factor:
+        """The input side, A, where it is one factor."""
+        (column,) = self.sides[1:]
+        return column
 
     def add_rows(self, rows: Rows) -> None:
         """Counts the rows of a use. The factors cannot tell: another block may have filled a shared one."""
@@ -50,21 +68,26 @@ class Orientation:
     def discard(self) -> None:
         """Forgets what came in since the last commit."""
         self._forget()
-        self.row.discard()
-        self.column.discard()
+        for factor in self.sides:
+            factor.discard()
 
     def _forget(self) -> None:
         self._pending_rows = 0
         self.has_pending = False
 
+    @property
+    def weight(self) -> Tensor:
+        """Above zero once every factor has seen rows."""
+        return torch.stack([factor.weight for factor in self.sides]).amin()
+
     def known(self) -> bool:
-        """Whether both factors have seen rows; asks the device."""
-        return bool(self.row.weight * self.column.weight > 0)
+        """Whether every factor has seen rows; asks the device."""
+        return bool(self.weight > 0)
 
     def estimate(self) -> Estimate:
         """Means and scale."""
         scale = (self.counts[0] / self.counts[1]).to(self.row.sum.dtype)
-        return Estimate(self.row.mean(), self.column.mean(), scale.expand(self.row.stack))
+        return Estimate(tuple(factor.mean() for factor in self.sides), scale.expand(self.row.stack))
 
 
 def commit_counts(orientations: Sequence[Orientation], decay: float, terms: float) -> None:
@@ -79,19 +102,28 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
 
 
 class KroneckerBlock:
-    """One weight, or one slice of it, with its bias. Gradients are stacks of (rows × columns) matrices; the bias is
-    the last column.
+    """One weight or vector, or one slice of it, with its bias. Gradients are stacks of (rows × columns) matrices; the
+    bias is the last column.
 
-    `straight` belongs to uses in the block's own orientation, `swapped` to uses of the transpose (a tied head or
-    autoencoder), whose input side is this block's row side.
+    `form` says how the column side is factored and what counts as a row. `straight` belongs to uses in the block's
+    own orientation, `swapped` to uses of the transpose (a tied head or autoencoder), whose input side is this block's
+    row side.
     """
 
     def __init__(
-        self, weight: Layout, bias: Layout | None, *, kind: str, straight: Orientation, swapped: Orientation | None
+        self,
+        weight: Layout,
+        bias: Layout | None,
+        *,
+        kind: str,
+        form: Form,
+        straight: Orientation,
+        swapped: Orientation | None,
     ) -> None:
         self.weight = weight
         self.bias = bias
         self.kind = kind
+        self.form = form
         self.straight = straight
         self.swapped = swapped
 
@@ -124,8 +156,7 @@ class KroneckerBlock:
     def factors(self) -> Iterator[Factor]:
         """All factors of the block; blocks may share them."""
         for orientation in self.orientations:
-            yield orientation.row
-            yield orientation.column
+            yield from orientation.sides
 
     def estimate(self) -> Estimate:
         """The undamped block, as factors and scale."""
@@ -136,7 +167,7 @@ class KroneckerBlock:
             estimates.append(self.straight.estimate())
         if self.swapped.known():
             swapped = self.swapped.estimate()
-            estimates.append(Estimate(swapped.column, swapped.row, swapped.scale))
+            estimates.append(Estimate((swapped.column, swapped.row), swapped.scale))
         return combine_orientations(estimates)
 
     @torch.no_grad()
@@ -150,8 +181,8 @@ class KroneckerBlock:
                 "run a forward and backward pass and kfac.step() first"
             )
         estimate = self.estimate()
-        row, column = (side if side.dim() == 3 else side.diag_embed() for side in estimate.sides)
-        stack = [s * torch.kron(r, c) for s, r, c in zip(estimate.scale, row, column, strict=True)]
+        sides = [side if side.dim() == 3 else side.diag_embed() for side in estimate.sides]
+        stack = [scale * reduce(torch.kron, entry) for scale, *entry in zip(estimate.scale, *sides, strict=True)]
         dense: Tensor = torch.block_diag(*stack)
         order = positions(self.layouts).to(dense.device)
         return dense[order][:, order]
@@ -172,7 +203,7 @@ def combine_orientations(estimates: Sequence[Estimate]) -> Estimate:
         columns.append(_normalised(estimate.column, column_trace))
     total = torch.stack(traces).sum(0)
     shares = [torch.where(total > 0, trace / total, 1.0 / len(traces)) for trace in traces]
-    return Estimate(_weighted_sum(rows, shares), _weighted_sum(columns, shares), total)
+    return Estimate((_weighted_sum(rows, shares), _weighted_sum(columns, shares)), total)
 
 
 def _trace(side: Tensor) -> Tensor:

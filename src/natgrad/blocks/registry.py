@@ -9,19 +9,19 @@ from torch import Tensor
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
+from natgrad.capture.form import BATCH, Form
 from natgrad.capture.uses import Use
 from natgrad.statistics.gram import accumulation_dtype
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Where one use's statistics go; `shared_*` says that other blocks have the same input or output factor."""
+    """Where one use's statistics go; `shared` says of each side that other blocks have the same factor."""
 
     use: Use
     block: KroneckerBlock
     orientation: Orientation
-    shared_input: bool
-    shared_output: bool
+    shared: tuple[bool, ...]
 
 
 class Registry:
@@ -30,9 +30,10 @@ class Registry:
     `version` changes whenever a block or the sharing of a factor does.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, max_factor_size: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], *, max_factor_size: int, max_vector_size: int) -> None:
         self._parameters = parameters
-        self.max_factor_size = max_factor_size
+        self._max_factor_size = max_factor_size
+        self._max_vector_size = max_vector_size
         self._blocks: dict[str, KroneckerBlock] = {}
         self.version = 0
 
@@ -45,6 +46,23 @@ class Registry:
     def covering(self, name: str) -> list[KroneckerBlock]:
         """The blocks that cover a parameter or slices of it."""
         return [block for block in self if any(layout.name == name for layout in block.layouts)]
+
+    def forms(self) -> dict[str, Form]:
+        """How each block is factored."""
+        return {key: block.form for key, block in self._blocks.items()}
+
+    def diagonals(self, use: Use) -> tuple[bool, ...]:
+        """Which sides of a use's block are diagonal, the row side first: those above a size limit, look-ups, and what
+        only the batch's gradient is known of.
+        """
+        rows, columns = use.weight.shape[1], list(use.form.columns)
+        if not columns:
+            limit = self._max_factor_size if use.form.full else self._max_vector_size
+            return (rows > limit or use.form.source == BATCH,)
+        if len(columns) == 1:
+            columns[0] += use.bias is not None
+        natural = use.operation.diagonal_input
+        return (rows > self._max_factor_size, *(natural or size > self._max_factor_size for size in columns))
 
     def factors(self) -> list[Factor]:
         """Every factor once, however many blocks share it."""
@@ -80,13 +98,16 @@ class Registry:
         for factor in (factor for block in self for factor in block.factors()):
             holders[factor] = holders.get(factor, 0) + 1
         return [
-            Tap(use, self._blocks[use.weight.label], to, holders[to.column] > 1, holders[to.row] > 1)
+            Tap(use, self._blocks[use.weight.label], to, tuple(holders[factor] > 1 for factor in to.sides))
             for use, to in zip(uses, orientations, strict=True)
         ]
 
     def _fits(self, key: str, use: Use) -> bool:
         block = self._blocks.get(key)
         if block is None or use.weight not in (block.weight, block.weight.transposed()):
+            return False
+        swapped = use.weight != block.weight
+        if not (use.form.reduced == block.form.reduced if swapped else use.form.fits(block.form)):
             return False
         if use.bias is None and block.bias is not None:
             # A pass that does not add the bias leaves it in the block; only freezing takes it out.
@@ -96,17 +117,28 @@ class Registry:
     def _make(self, uses: list[Use]) -> KroneckerBlock:
         # A look-up's diagonal input factor must not be what a product's dense one is added to.
         first = next((use for use in uses if not use.operation.diagonal_input), uses[0])
-        orientation = self._new_orientation(first)
-        return KroneckerBlock(first.weight, first.bias, kind=first.operation.kind, straight=orientation, swapped=None)
+        return KroneckerBlock(
+            first.weight,
+            first.bias,
+            kind=first.operation.kind,
+            form=first.form,
+            straight=self._new_orientation(first),
+            swapped=None,
+        )
 
     def _new_orientation(self, use: Use) -> Orientation:
         parameter = self._parameters[use.weight.name]
-        stack, rows, columns = use.weight.shape
-        columns += use.bias is not None
-        dtype, device, limit = accumulation_dtype(parameter.dtype), parameter.device, self.max_factor_size
-        diagonal = use.operation.diagonal_input or columns > limit
-        row = Factor(stack, rows, diagonal=rows > limit, dtype=dtype, device=device)
-        return Orientation(row, Factor(stack, columns, diagonal=diagonal, dtype=dtype, device=device))
+        stack, rows, _ = use.weight.shape
+        columns = list(use.form.columns)
+        if use.bias is not None:
+            columns[0] += 1
+        dtype, device = accumulation_dtype(parameter.dtype), parameter.device
+        return Orientation(
+            [
+                Factor(stack, size, diagonal=diagonal, dtype=dtype, device=device)
+                for size, diagonal in zip([rows, *columns], self.diagonals(use), strict=True)
+            ]
+        )
 
     def _orientation_for(self, use: Use) -> Orientation:
         block = self._blocks[use.weight.label]
@@ -119,31 +151,37 @@ class Registry:
 
     def _share(self, made: list[KroneckerBlock], by_key: dict[str, list[Use]]) -> None:
         """One input factor for layers fed by one activation, one output factor for layers whose outputs are summed."""
-        inputs: dict[int, Factor] = {}
-        outputs: dict[int, Factor] = {}
-        for block in made:
-            uses = by_key[block.key]
-            if len(uses) != 1 or block.straight.column.diagonal or block.straight.row.diagonal:
-                continue
-            if uses[0].share_input is not None:
-                block.straight.column = inputs.setdefault(uses[0].share_input, block.straight.column)
-            if uses[0].share_output is not None:
-                block.straight.row = outputs.setdefault(uses[0].share_output, block.straight.row)
+        for side in (_ROW, _COLUMN):
+            first: dict[tuple[int, bool], Factor] = {}
+            for block in made:
+                uses, sides = by_key[block.key], block.straight.sides
+                number = _share_number(uses[0], side)
+                if len(uses) == 1 and number is not None and side < len(sides):
+                    sides[side] = first.setdefault((number, sides[side].diagonal), sides[side])
 
     def _unshare(self, by_key: dict[str, list[Use]]) -> None:
         """A shared factor becomes one per block as soon as a pass shows that it is not the same for all of them."""
-        for side in ("row", "column"):
+        for side in (_ROW, _COLUMN):
             holders: dict[Factor, list[KroneckerBlock]] = {}
             for block in self:
-                holders.setdefault(getattr(block.straight, side), []).append(block)
+                if side < len(block.straight.sides):
+                    holders.setdefault(block.straight.sides[side], []).append(block)
             for factor, blocks in holders.items():
                 used = [by_key[block.key] for block in blocks if block.key in by_key]
-                numbers = {use.share_output if side == "row" else use.share_input for uses in used for use in uses}
+                numbers = {_share_number(use, side) for uses in used for use in uses}
                 single = all(len(uses) == 1 for uses in used)
                 if len(blocks) > 1 and used and not (single and len(numbers) == 1 and None not in numbers):
                     for block in blocks[1:]:
-                        setattr(block.straight, side, factor.copy())
+                        block.straight.sides[side] = factor.copy()
                     self.version += 1
+
+
+# Which side of a block: its outputs', or its inputs'.
+_ROW, _COLUMN = 0, 1
+
+
+def _share_number(use: Use, side: int) -> int | None:
+    return use.share_output if side == _ROW else use.share_input
 
 
 def _collide(old: KroneckerBlock, new: KroneckerBlock) -> bool:

@@ -19,6 +19,24 @@ from torch.autograd.graph import Node
 
 _BUILT_IN = re.compile(r"Backward\d+$")
 _MARK = "natgrad"
+# Nodes with a missing edge where a number, a mask or a dimension was given, not an activation.
+_TAKE_NUMBERS = frozenset(
+    (
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Norm",
+        "LinalgVectorNorm",
+        "MaskedFill",
+        "Clamp",
+        "Where",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,14 @@ class Consumer:
     node: Node
     argument: int
     output: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The node that repeats a parameter, and the view of it before."""
+
+    node: Node
+    view: Tensor
 
 
 class Graph:
@@ -63,8 +89,9 @@ class Graph:
         consumers = self.consumers[node]
         return consumers[0] if len(consumers) == 1 and node not in self.roots else None
 
-    def uses_of(self, parameter: Tensor) -> Iterator[tuple[Consumer, Tensor | None]]:
-        """Each node that computes with a parameter, and the view of the parameter that it sees.
+    def uses_of(self, parameter: Tensor) -> Iterator[tuple[Consumer, Tensor | None, Spread | None]]:
+        """Each node that computes with a parameter, the view of the parameter that it sees, and what repeated it on
+        the way.
 
         The view is a meta tensor whose strides and offset count a contiguous parameter; None where the layout nodes
         in between are not a plain view.
@@ -73,15 +100,35 @@ class Graph:
         if leaf is None:
             return
         start: Tensor | None = torch.empty(parameter.shape, device="meta")
-        pending: list[tuple[Node, list[Tensor | None]]] = [(leaf, [start])]
+        pending: list[tuple[Node, list[Tensor | None], Spread | None]] = [(leaf, [start], None)]
         while pending:
-            producer, views = pending.pop()
+            producer, views, spread = pending.pop()
             for consumer in self.consumers[producer]:
                 view = views[consumer.output] if consumer.output < len(views) else None
-                if kind(consumer.node) in _VIEWS:
-                    pending.append((consumer.node, view_through(consumer.node, view)))
-                else:
-                    yield consumer, view
+                node = consumer.node
+                if kind(node) not in _VIEWS:
+                    yield consumer, view, spread
+                    continue
+                repeats = kind(node) == "Expand" and view is not None and spread is None
+                after = Spread(node, view) if repeats and view is not None else spread
+                pending.append((node, view_through(node, view), after))
+
+    def is_of_parameters(self, node: Node) -> bool:
+        """Whether a node's output depends on parameters alone, not on data, as far as the graph tells.
+
+        A missing edge is data, unless the node may just have been given a number.
+        """
+        pending, seen = [node], {node}
+        while pending:
+            node = pending.pop()
+            for producer, _ in node.next_functions:
+                if producer is None:
+                    if kind(node) not in _TAKE_NUMBERS:
+                        return False
+                elif producer not in seen:
+                    seen.add(producer)
+                    pending.append(producer)
+        return True
 
 
 def kind(node: Node) -> str:

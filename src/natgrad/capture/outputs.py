@@ -24,6 +24,11 @@ def tensors(output: Any) -> Iterator[Tensor]:
                 yield from tensors(value)
 
 
+def attached_tensors(output: Any) -> list[Tensor]:
+    """The tensors of an output through which gradients flow."""
+    return [tensor for tensor in tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
+
+
 def prediction(output: Any) -> Tensor | None:
     """The tensor that holds the predictions: the output itself, its `logits`, or the first with a gradient that is
     not a scalar.

@@ -1,13 +1,13 @@
 """Recognising how a node of the graph uses a parameter.
 
-A `Use` is one product, convolution or look-up with a weight (and the bias that is added to it). What is not
-recognised is named, so that the report can say why a parameter is left to the optimizer.
+A `Use` is one product, convolution or look-up with a weight (and the bias that is added to it), or one broadcast of a
+vector. What is not recognised is named, so that the report can say why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -15,44 +15,50 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer, variable
+from natgrad.capture.cases import RESHAPES, case_axis, leading_shape
+from natgrad.capture.choices import Choices, split_map
+from natgrad.capture.feature_map import feature_map
+from natgrad.capture.form import Form
+from natgrad.capture.graph import (
+    Consumer,
+    Graph,
+    Spread,
+    has_unpack_hook,
+    kind,
+    output_shape,
+    saved,
+    saved_integer,
+    variable,
+)
 from natgrad.capture.layout import Layout
+from natgrad.capture.vectors import VectorUse, find_spread, find_vector
 from natgrad.statistics.operations import Convolution, Embedding, Operation, Product
+from natgrad.statistics.vectors import Vector
 
-# Nodes between a product and the addition of its bias that keep the last axis, the outputs, in place.
-_RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze")
 # Nodes that only rearrange a tensor, without repeating it.
-_REARRANGEMENTS = (*_RESHAPES, "T", "Transpose", "Permute", "Clone", "ToCopy", "Alias", "Slice", "Select")
+_REARRANGEMENTS = (*RESHAPES, "T", "Transpose", "Permute", "Clone", "ToCopy", "Alias", "Slice", "Select")
 _MEASURES = ("Pow", "Mul", "Abs", "Sum", "Mean", "Sqrt", "LinalgVectorNorm", "Norm")
 _RECURRENT = "inside a fused recurrent kernel, which hides its products"
-_NORM = "norm layer"
-_REASONS = {
-    "CudnnRnn": _RECURRENT,
-    "MkldnnRnnLayer": _RECURRENT,
-    "MiopenRnn": _RECURRENT,
-    "ThnnFusedLstmCell": _RECURRENT,
-    "ThnnFusedGruCell": _RECURRENT,
-    "NativeBatchNorm": _NORM,
-    "CudnnBatchNorm": _NORM,
-    "MiopenBatchNorm": _NORM,
-    "NativeLayerNorm": _NORM,
-    "NativeGroupNorm": _NORM,
-    "FusedRmsNorm": _NORM,
-}
+_REASONS = dict.fromkeys(
+    ("CudnnRnn", "MkldnnRnnLayer", "MiopenRnn", "ThnnFusedLstmCell", "ThnnFusedGruCell"), _RECURRENT
+)
+_SPARSE = "an embedding with sparse gradients"
+_VECTOR = Form(())
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a weight in one forward pass. Holds no node, so that it keeps no graph alive.
+    """One use of a weight or vector in one forward pass. Holds no node, so that it keeps no graph alive.
 
-    `bias` belongs to the weight's block; `adds_bias` says whether this use adds it. `share_input` and
-    `share_output` number the activations and derivatives of the pass: uses with equal numbers have equal factors.
-    `packed` says that reading the activation recomputes or copies it.
+    `saved` names what autograd keeps of the activation. `bias` belongs to the weight's block; `adds_bias` says
+    whether this use adds it. `share_input` and `share_output` number the activations and derivatives of the pass:
+    uses with equal numbers have equal factors. `packed` says that reading the activation recomputes or copies it.
     """
 
     weight: Layout
     operation: Operation
-    activation: str
+    saved: tuple[str, ...]
+    form: Form = _VECTOR
     bias: Layout | None = None
     adds_bias: bool = False
     packed: bool = False
@@ -69,40 +75,97 @@ class Found:
     use: Use
 
 
+@dataclass(frozen=True)
+class _Bias:
+    """A vector added to the outputs of a product, and the node and argument where that happens."""
+
+    product: Node
+    layout: Layout
+    consumer: Consumer
+    view: Tensor
+
+
 @dataclass
 class Findings:
-    """What one graph says of the model's parameters."""
+    """What one graph says of the model's parameters. `left` names those that are left alone whatever their gradients
+    say; `remaining` is how many of the others are taken care of without a recognised use.
+    """
 
     found: list[Found] = field(default_factory=list)
+    remaining: int = 0
     unrecognised: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
 
 
-def find_uses(graph: Graph, parameters: Mapping[str, Tensor]) -> Findings:
-    """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none."""
+def find_uses(
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    *,
+    choices: Choices,
+    cases: int | None,
+    known: Mapping[str, Form],
+) -> Findings:
+    """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none.
+
+    `cases` is the batch size, where the model's output tells it; `known` holds the forms of blocks that exist.
+    """
     findings = Findings()
     weights: dict[str, list[Found]] = {}
-    vectors: dict[str, list[tuple[Node, Layout]]] = {}
+    biases: dict[str, list[_Bias]] = {}
+    free: dict[str, list[Found]] = {}
     for name, parameter in parameters.items():
-        for consumer, view in graph.uses_of(parameter):
+        options = {"cases": cases, "wanted": choices.axis_of(name)}
+        leaf = graph.leaves.get(id(parameter))
+        spreads: dict[Node, Spread] = {}
+        for consumer, view, spread in graph.uses_of(parameter):
+            assert leaf is not None, "what is used has a leaf"
             if _is_penalty(graph, consumer):
                 continue
-            if (vector := _as_bias(name, parameter, consumer, view)) is not None:
-                product = _biased_product(graph, consumer, vector.numel)
+            bias = _as_bias(name, parameter, consumer, view)
+            if bias is not None and view is not None:
+                product = _biased_product(graph, consumer, bias.numel)
                 if product is not None:
-                    vectors.setdefault(name, []).append((product, vector))
+                    biases.setdefault(name, []).append(_Bias(product, bias, consumer, view))
                     continue
             made = _recognise(name, parameter, consumer, view)
-            if isinstance(made, str):
-                findings.unrecognised[name] = made
+            if isinstance(made, Use):
+                weights.setdefault(name, []).append(Found(consumer.node, leaf, made))
+            elif (vector := find_vector(graph, name, parameter, consumer, view, **options)) is not None:
+                free.setdefault(name, []).append(_found(vector, leaf))
+            elif spread is not None and find_spread(name, parameter, spread, **options) is not None:
+                spreads[spread.node] = spread
+            elif made == _SPARSE:
+                findings.left[name] = made
             else:
-                weights.setdefault(name, []).append(Found(consumer.node, graph.leaves[id(parameter)], made))
+                findings.unrecognised[name] = made
+        for spread in spreads.values():
+            vector = find_spread(name, parameter, spread, **options)
+            if vector is not None and leaf is not None:
+                free.setdefault(name, []).append(_found(vector, leaf))
+        if spreads and (name in weights or len(free[name]) > len(spreads)):
+            # What else the repeated parameter is used for would be counted twice.
+            findings.unrecognised[name] = "repeated for several purposes"
     _drop_products_of_parameters(weights, findings)
     _drop_overlapping(weights, findings)
-    for name in findings.unrecognised:
-        weights.pop(name, None)
-        vectors.pop(name, None)
-    findings.found = _with_shares(graph, _with_biases(weights, vectors, findings))
+    _drop_overlapping(free, findings)
+    both = (weights.keys() & free.keys()) | (weights.keys() & biases.keys())
+    findings.unrecognised |= dict.fromkeys(both, "used as a matrix and as a vector")
+    for name in [*findings.unrecognised, *findings.left]:
+        for uses in (weights, biases, free):
+            uses.pop(name, None)
+    weights = {name: _doubly_factored(name, uses, choices, known) for name, uses in weights.items()}
+    found = _with_biases(weights, biases, free, graph, parameters, cases, choices)
+    found = _with_forms(graph, found, choices, cases, known)
+    if choices.vectors == "optimizer":
+        left = {one.use.weight.name for one in found if isinstance(one.use.operation, Vector)}
+        findings.left |= dict.fromkeys(sorted(left), "vectors='optimizer'")
+        found = [one for one in found if one.use.weight.name not in left]
+    findings.found = _with_shares(graph, found)
     return findings
+
+
+def _found(vector: VectorUse, leaf: Node) -> Found:
+    return Found(vector.node, leaf, Use(vector.layout, vector.operation, vector.saved))
 
 
 def _recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
@@ -116,12 +179,10 @@ def _recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | 
     if recogniser is not None and view is not None and _is_of_parameters(consumer):
         return "multiplied with another parameter"
     if node_kind == "Embedding" and saved(consumer.node, "sparse"):
-        return "an embedding with sparse gradients"
+        return _SPARSE
     made = recogniser(name, parameter, consumer, view) if recogniser is not None and view is not None else None
     if made is not None:
         return made
-    if parameter.dim() <= 1:
-        return f"a vector used by {node_kind}, not the bias of one product"
     return f"its use by {node_kind} is not recognised"
 
 
@@ -194,13 +255,13 @@ def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> 
     layout = _layout(name, parameter, view, roles)
     if layout is None:
         return None
-    return Use(layout, Product(weight_on_left=on_left, stacked=stacked), right if on_left else left)
+    return Use(layout, Product(weight_on_left=on_left, stacked=stacked), (right if on_left else left,))
 
 
 def _matrix_vector(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
     """W x for one vector x: one row."""
     layout = _layout(name, parameter, view, "rc") if consumer.argument == 0 else None
-    return None if layout is None else Use(layout, Product(), "vec")
+    return None if layout is None else Use(layout, Product(), ("vec",))
 
 
 def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
@@ -226,7 +287,7 @@ def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor)
     groups = operation.groups
     axes = (groups, parameter.shape[0] // groups, parameter.shape[1], *kernel)
     roles = "scr" if operation.transposed else "src"
-    return Use(layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel)), operation, "input")
+    return Use(layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel)), operation, ("input",))
 
 
 def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
@@ -235,7 +296,7 @@ def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -
     if not _is_whole(parameter, view) or saved(node, "scale_grad_by_freq"):
         return None
     layout = layouts.whole(name, parameter.shape, parameter.shape, "cr")
-    return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), "indices")
+    return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), ("indices",))
 
 
 _RECOGNISERS = {
@@ -282,12 +343,12 @@ def _biased_product(graph: Graph, consumer: Consumer, size: int) -> Node | None:
     if saved(node, "alpha") != 1 or len(node.next_functions) != 2:
         return None
     producer = node.next_functions[1 - consumer.argument][0]
-    while producer is not None and kind(producer) in (*_RESHAPES, "Mm", "Bmm", "Mv"):
+    while producer is not None and kind(producer) in (*RESHAPES, "Mm", "Bmm", "Mv"):
         shape = output_shape(producer)
         complete = math.prod(shape) == math.prod(output_shape(node))
         if not complete or shape[-1:] != (size,) or graph.only_consumer(producer) is None:
             return None
-        if kind(producer) not in _RESHAPES:
+        if kind(producer) not in RESHAPES:
             return producer
         producer = producer.next_functions[0][0]
     return None
@@ -315,14 +376,59 @@ def _drop_overlapping(weights: dict[str, list[Found]], findings: Findings) -> No
             findings.unrecognised[name] = "used in regions that overlap without being equal"
 
 
+def _doubly_factored(name: str, uses: list[Found], choices: Choices, known: Mapping[str, Form]) -> list[Found]:
+    """Splits the inputs of a large linear layer on a flattened feature map into channels and places, where asked or
+    above the size limit.
+    """
+    asked = choices.map_of(name)
+    inputs = uses[0].use.weight.shape[2]
+    limit = choices.doubly_factored_above
+    plain = all(
+        isinstance(one.use.operation, Product)
+        and one.use.operation == Product()
+        and one.use.weight == uses[0].use.weight
+        and one.use.weight.box is None
+        for one in uses
+    )
+    if not plain or (asked is None and (limit is None or inputs <= limit)):
+        return uses
+    if asked:
+        if math.prod(asked) != inputs:
+            raise ValueError(f"doubly_factored: {name} has {inputs} inputs, which are no feature map of shape {asked}")
+        shapes = {split_map(asked)}
+    elif name in known and len(known[name].columns) == 2:
+        shapes = {(known[name].columns[0], known[name].columns[1])}
+    else:
+        found = [feature_map(one.node, _activation_argument(one), inputs) for one in uses]
+        shapes = {shape for shape in found if shape is not None}
+        if len(shapes) != 1 or None in found:
+            note = "no feature map was found before it: pass doubly_factored={name: shape}"
+            return [replace(one, use=replace(one.use, form=Form((inputs,), note=note))) for one in uses]
+    shape = shapes.pop()
+    if min(shape) == 1:
+        return uses
+    operation = Product(feature_map=shape)
+    return [replace(one, use=replace(one.use, operation=operation)) for one in uses]
+
+
+def _activation_argument(one: Found) -> int:
+    return _OPERANDS[kind(one.node)].index(one.use.saved[0])
+
+
 def _with_biases(
-    weights: dict[str, list[Found]], vectors: dict[str, list[tuple[Node, Layout]]], findings: Findings
+    weights: dict[str, list[Found]],
+    biases: dict[str, list[_Bias]],
+    free: dict[str, list[Found]],
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    cases: int | None,
+    choices: Choices,
 ) -> list[Found]:
-    """Joins a bias to the weight whose uses alone it is added to; other biases are left to the optimizer.
+    """Joins a bias to the weight whose uses alone it is added to; other biases are vectors of their own.
 
     Not every use of the weight need add it: one that does not has a 0 in the bias's coordinate instead of a 1.
     """
-    by_node: dict[Node, Layout] = {node: vector for added in vectors.values() for node, vector in added}
+    by_node: dict[Node, Layout] = {bias.product: bias.layout for added in biases.values() for bias in added}
     groups: dict[tuple[str, object], list[Found]] = {}
     for uses in weights.values():
         for one in uses:
@@ -331,9 +437,11 @@ def _with_biases(
     result: list[Found] = []
     for group in groups.values():
         nodes = {one.node for one in group}
-        biases = {by_node[node] for node in nodes if node in by_node}
-        bias = biases.pop() if len(biases) == 1 else None
-        if bias is not None and not (_takes_bias(group, bias) and _only_here(bias, nodes, vectors)):
+        candidates = {by_node[node] for node in nodes if node in by_node}
+        bias = candidates.pop() if len(candidates) == 1 else None
+        if bias is not None and not (
+            _takes_bias(group, bias) and bias.name not in free and _only_here(bias, nodes, biases)
+        ):
             bias = None
         if bias is None:
             result += group
@@ -344,14 +452,106 @@ def _with_biases(
         column = layouts.from_view(bias.name, bias.parameter_shape, (stack, rows), (rows, 1), start, "sr")
         for one in group:
             result.append(replace(one, use=replace(one.use, bias=column, adds_bias=one.node in by_node)))
-    dropped = {name for name, added in vectors.items() if any(vector not in joined for _, vector in added)}
-    findings.unrecognised |= dict.fromkeys(dropped, "a bias that is not added to the products of one weight alone")
-    return [
+    alone = {name for name, added in biases.items() if any(bias.layout not in joined for bias in added)}
+    by_product = {one.node: one for one in result}
+    for name in sorted(alone):
+        leaf = graph.leaves[id(parameters[name])]
+        for added in biases[name]:
+            one = _free_bias(graph, added, by_product.get(added.product), leaf, cases, choices.axis_of(name))
+            free.setdefault(name, []).append(one)
+    result = [
         replace(one, use=replace(one.use, bias=None, adds_bias=False))
-        if one.use.bias is not None and one.use.bias.name in dropped
+        if one.use.bias is not None and one.use.bias.name in alone
         else one
         for one in result
     ]
+    return result + [one for uses in free.values() for one in uses]
+
+
+def _free_bias(
+    graph: Graph, bias: _Bias, product: Found | None, leaf: Node, cases: int | None, wanted: int | None
+) -> Found:
+    """A bias with a block of its own: added to a product whose weight has another bias, none, or two input factors."""
+    node = bias.consumer.node
+    shape = output_shape(node)
+    if kind(node) == "Convolution":
+        return Found(node, leaf, Use(bias.layout, Vector("bias", shape, (1,), 0), ()))
+    if product is not None and len(_column_sizes(product.use)) == 2 and node is product.node:
+        # With the weight's own rows: its output factor is this block, and costs nothing more.
+        return Found(node, leaf, Use(bias.layout, Vector("bias", shape, (1,), None), (), Form((), full=True)))
+    leading = leading_shape(graph, node, shape[-1])
+    axis = 0 if len(leading) == 1 else case_axis(leading, cases, wanted)
+    operation = Vector("bias", (*leading, shape[-1]), (len(leading),), axis if isinstance(axis, int) else None)
+    return Found(node, leaf, Use(bias.layout, operation, ()))
+
+
+def _column_sizes(use: Use) -> tuple[int, ...]:
+    if isinstance(use.operation, Vector):
+        return ()
+    if isinstance(use.operation, Product) and use.operation.feature_map is not None:
+        return use.operation.feature_map
+    return (use.weight.shape[2],)
+
+
+def _with_forms(
+    graph: Graph, found: list[Found], choices: Choices, cases: int | None, known: Mapping[str, Form]
+) -> list[Found]:
+    """Says of each use how its block is factored and what its rows are; all uses of one weight alike."""
+    groups: dict[str, list[Found]] = {}
+    for one in found:
+        groups.setdefault(one.use.weight.label, []).append(one)
+    result: list[Found] = []
+    for label, group in groups.items():
+        before = known.get(label)
+        note = next((one.use.form.note for one in group if one.use.form.note), "")
+        plain = [_formed(one, replace(one.use.form, columns=_column_sizes(one.use), note=note)) for one in group]
+        if not choices.reduces(group[0].use.weight.name) or _always_expands(group):
+            result += plain
+        elif before is not None and not before.reduced:
+            result += [_formed(one, replace(one.use.form, note=before.note)) for one in plain]
+        else:
+            axis = None if before is None else before.case_axis
+            reduced = [_reduced(graph, one, cases, choices.axis_of(one.use.weight.name), axis) for one in plain]
+            reasons = [one for one in reduced if isinstance(one, str)]
+            if reasons:
+                note = f"expand: {reasons[0]}"
+                result += [_formed(one, replace(one.use.form, note=note)) for one in plain]
+            else:
+                result += [one for one in reduced if isinstance(one, Found)]
+    return result
+
+
+def _always_expands(group: list[Found]) -> bool:
+    return any(isinstance(one.use.operation, Embedding | Vector) or len(_column_sizes(one.use)) != 1 for one in group)
+
+
+def _formed(one: Found, form: Form) -> Found:
+    return replace(one, use=replace(one.use, form=form))
+
+
+def _reduced(graph: Graph, one: Found, cases: int | None, wanted: int | None, known: int | None) -> Found | str:
+    """The use with cases for rows, or why they cannot be told apart."""
+    operation = one.use.operation
+    form = replace(one.use.form, reduced=True)
+    if isinstance(operation, Convolution):
+        return replace(one, use=replace(one.use, operation=replace(operation, reduced=True), form=form))
+    assert isinstance(operation, Product), "look-ups and vectors are not reduced"
+    shape = output_shape(one.node)
+    if kind(one.node) == "Mv":
+        leading: tuple[int, ...] = (1,)
+    elif len(shape) == 3:
+        rows = shape[2] if operation.weight_on_left else shape[1]
+        leading = (rows,) if operation.stacked else (shape[0], rows)
+    elif operation.weight_on_left:
+        leading = shape[1:]
+    else:
+        leading = leading_shape(graph, one.node, shape[-1])
+    axis = case_axis(leading, cases, wanted, known)
+    if isinstance(axis, str):
+        return axis
+    operation = replace(operation, leading=leading, case_axis=axis)
+    form = replace(form, case_axis=axis if len(leading) > 1 else known)
+    return replace(one, use=replace(one.use, operation=operation, form=form))
 
 
 def _takes_bias(group: list[Found], bias: Layout) -> bool:
@@ -363,14 +563,15 @@ def _takes_bias(group: list[Found], bias: Layout) -> bool:
             isinstance(one.use.operation, Product)
             and not one.use.operation.stacked
             and not one.use.operation.weight_on_left
+            and one.use.operation.feature_map is None
         )
         for one in group
     )
     return plain and all(one.use.weight == group[0].use.weight for one in group) and bias.numel == stack * rows
 
 
-def _only_here(bias: Layout, nodes: set[Node], vectors: dict[str, list[tuple[Node, Layout]]]) -> bool:
-    return all(node in nodes for node, vector in vectors[bias.name] if vector.overlaps(bias))
+def _only_here(bias: Layout, nodes: set[Node], biases: dict[str, list[_Bias]]) -> bool:
+    return all(other.product in nodes for other in biases[bias.name] if other.layout.overlaps(bias))
 
 
 def _with_shares(graph: Graph, found: list[Found]) -> list[Found]:
@@ -379,8 +580,8 @@ def _with_shares(graph: Graph, found: list[Found]) -> list[Found]:
     outputs: dict[object, int] = {}
     result = []
     for one in found:
-        packed = has_unpack_hook(one.node, one.use.activation)
-        activation = None if packed else _activation_identity(one)
+        packed = any(has_unpack_hook(one.node, name) for name in one.use.saved)
+        activation = None if packed or len(_column_sizes(one.use)) != 1 else _activation_identity(one)
         derivative = _derivative_identity(graph, one)
         numbers = [
             None if identity is None else known.setdefault(identity, len(known))
@@ -395,25 +596,38 @@ def _activation_identity(one: Found) -> object:
     """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so an address names
     one.
     """
-    tensor: Tensor = saved(one.node, one.use.activation)
+    tensor: Tensor = saved(one.node, one.use.saved[0])
     place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
     return (place, one.use.operation, one.use.weight.shape[2], one.use.bias is not None, one.use.adds_bias)
 
 
 def _derivative_identity(graph: Graph, one: Found) -> object:
-    """Equal for uses whose outputs are summed, so that one derivative reaches all of them."""
-    operation = one.use.operation
+    """Equal for uses whose outputs are summed, so that one derivative reaches all of them, in rows of one kind."""
+    operation, outputs = one.use.operation, one.use.weight.shape[1]
+    if isinstance(operation, Vector):
+        # The bias of a doubly factored layer: its full block is the layer's output factor.
+        return (one.node, outputs, "rows") if one.use.form.full else None
+    if isinstance(operation, Convolution):
+        top = _sum_above(graph, one.node, lambda node: False)
+        return None if top is None else (top, operation.groups, operation.reduced, operation.kind)
     if not isinstance(operation, Product) or operation.weight_on_left or operation.stacked:
         return None
-    node, outputs, added = one.node, one.use.weight.shape[1], False
+    top = _sum_above(graph, one.node, lambda node: kind(node) in RESHAPES and output_shape(node)[-1:] == (outputs,))
+    if top is not None:
+        return (top, outputs, operation.leading, operation.case_axis)
+    return (one.node, outputs, "rows") if operation.feature_map is not None else None
+
+
+def _sum_above(graph: Graph, node: Node, passes: Callable[[Node], bool]) -> Node | None:
+    """The topmost sum that a node's output goes into unchanged, but for nodes that `passes` lets through."""
+    added = False
     while (consumer := graph.only_consumer(node)) is not None:
         above = consumer.node
-        shape = output_shape(above)
         if kind(above) == "Add":
-            if saved(above, "alpha") != 1 or shape != output_shape(node):
+            if saved(above, "alpha") != 1 or output_shape(above) != output_shape(node):
                 break
             added = True
-        elif kind(above) not in _RESHAPES or shape[-1:] != (outputs,):
+        elif not passes(above):
             break
         node = above
-    return (node, outputs) if added else None
+    return node if added else None

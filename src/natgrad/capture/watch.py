@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.capture.eager import ForceEager
+from natgrad.capture.unfused import Unfused
 
-Observer = Callable[[Any], None]
+# Positional and keyword arguments of a call.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Observer = Callable[[Inputs, Any], None]
 
 
 def innermost(model: nn.Module) -> nn.Module:
@@ -40,9 +43,9 @@ class _ForwardHook:
         self._model = None if model is None else weakref.ref(model)
         self._observer = observer
 
-    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         if self._observer is not None and self._model is not None and self._model() is module:
-            self._observer(output)
+            self._observer((arguments, keywords), output)
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
@@ -61,19 +64,22 @@ class Watch:
     `owner` is held weakly: dropped, it takes its hooks and its claim on eager execution with it.
     """
 
-    def __init__(self, model: nn.Module, owner: object, observe: Callable[[Any, Any], None]) -> None:
+    def __init__(
+        self, model: nn.Module, owner: object, observe: Callable[[Any, Inputs, Any], None], *, unfuse: bool
+    ) -> None:
         self._model = innermost(model)
         reference = weakref.ref(owner)
 
-        def observer(output: Any) -> None:
+        def observer(inputs: Inputs, output: Any) -> None:
             if (present := reference()) is not None:
-                observe(present, output)
+                observe(present, inputs, output)
 
         self._observer: Observer = observer
         self._compiled = compiled_wrapper(model)
         self._eager = ForceEager()
         self._forward: RemovableHandle | None = None
         self._around: list[RemovableHandle] = []
+        self._unfused = Unfused(self._model) if unfuse else None
         weakref.finalize(owner, self.disarm)
 
     @property
@@ -89,7 +95,10 @@ class Watch:
         """
         if self.armed:
             return
-        self._forward = self._model.register_forward_hook(_ForwardHook(self._model, self._observer))
+        hook = _ForwardHook(self._model, self._observer)
+        self._forward = self._model.register_forward_hook(hook, with_kwargs=True)
+        if self._unfused is not None:
+            self._unfused.arm()
         if self._compiled is None:
             self._eager.acquire()
         else:
@@ -113,4 +122,6 @@ class Watch:
         for handle in self._around:
             handle.remove()
         self._around = []
+        if self._unfused is not None:
+            self._unfused.disarm()
         self._eager.release()

@@ -4,7 +4,7 @@ where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,13 +28,13 @@ class Preconditioner:
         self._sides: dict[Hashable, Side] = {}
         self._stacks: list[Stack] = []
 
-    def keys(self, block: KroneckerBlock) -> tuple[Hashable, Hashable]:
-        """What names the (row, column) sides. Eigenbases belong to factors, and are shared with them; damped
-        inverses to blocks.
+    def keys(self, block: KroneckerBlock) -> tuple[Hashable, ...]:
+        """What names a block's sides. Eigenbases belong to factors, and are shared with them; damped inverses to
+        blocks.
         """
         if self.solver == "eigen" and block.swapped is None:
-            return block.straight.row, block.straight.column
-        return (block.key, "row"), (block.key, "column")
+            return tuple(block.straight.sides)
+        return tuple((block.key, number) for number in range(len(block.straight.sides)))
 
     @torch.no_grad()
     def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int) -> int:
@@ -55,27 +55,25 @@ class Preconditioner:
             self._install(block, scale, step)
         return sum(map(sum, result.failed.values()))
 
-    def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
         if self.solver == "eigen":
             return estimate.sides, estimate.scale
-        row, column, divide = damped_sides(estimate, self.rule, damping)
-        return (row, column), divide
+        return damped_sides(estimate, self.rule, damping)
 
     def _install(self, block: KroneckerBlock, scale: Tensor, step: int) -> None:
-        row, column = (self._sides[key] for key in self.keys(block))
+        sides = tuple(self._sides[key] for key in self.keys(block))
         present = self.solved.get(block.key)
-        if present is not None and (present.block, present.row, present.column) == (block, row, column):
+        if present is not None and (present.block, present.sides) == (block, sides):
             present.scale.copy_(scale)
             present.solved_at = step
         else:
-            self.solved[block.key] = SolvedBlock(block, row, column, scale.clone(), step)
+            self.solved[block.key] = SolvedBlock(block, sides, scale.clone(), step)
             self._stacks = []
 
-    def adopt(self, block: KroneckerBlock, row: Side, column: Side, scale: Tensor, solved_at: int) -> None:
+    def adopt(self, block: KroneckerBlock, sides: Sequence[Side], scale: Tensor, solved_at: int) -> None:
         """Takes a solution from a checkpoint; sides that blocks share are kept once."""
-        keys = self.keys(block)
-        self._sides.setdefault(keys[0], row)
-        self._sides.setdefault(keys[1], column)
+        for key, side in zip(self.keys(block), sides, strict=True):
+            self._sides.setdefault(key, side)
         self._install(block, scale, solved_at)
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -87,12 +85,12 @@ class Preconditioner:
             block = present.get(key)
             if block is not old.block:
                 continue  # gone, or another one under the same name
-            for name, side in zip(self.keys(old.block), (old.row, old.column), strict=True):
+            for name, side in zip(self.keys(old.block), old.sides, strict=True):
                 taken = any(side is other for other in sides.values())
                 if name not in sides:
                     sides[name] = _copied(side) if taken else side
-            row, column = (sides[name] for name in self.keys(old.block))
-            solved[key] = SolvedBlock(old.block, row, column, old.scale, old.solved_at)
+            own = tuple(sides[name] for name in self.keys(old.block))
+            solved[key] = SolvedBlock(old.block, own, old.scale, old.solved_at)
         self._sides, self.solved, self._stacks = sides, solved, []
 
     @torch.no_grad()
@@ -143,17 +141,15 @@ def _stacked(solved: Iterable[SolvedBlock]) -> list[Stack]:
     """Groups solved blocks by shape, and their sides by size."""
     groups: dict[Hashable, list[SolvedBlock]] = {}
     for member in solved:
-        key = (member.block.shape[1:], member.block.bias is None, *map(_form, (member.row, member.column)))
+        key = (member.block.shape[1:], member.block.bias is None, *map(_form, member.sides))
         groups.setdefault(key, []).append(member)
     banks: dict[Hashable, Bank] = {}
     for members in groups.values():
-        for sides in ([member.row for member in members], [member.column for member in members]):
+        for sides in zip(*(member.sides for member in members), strict=True):
             banks.setdefault(_form(sides[0]), Bank()).add(sides)
     for bank in banks.values():
         bank.close()
-    return [
-        Stack(members, banks[_form(members[0].row)], banks[_form(members[0].column)]) for members in groups.values()
-    ]
+    return [Stack(members, [banks[_form(side)] for side in members[0].sides]) for members in groups.values()]
 
 
 def _form(side: Side) -> Hashable:

@@ -17,10 +17,9 @@ class SolvedBlock:
     by).
     """
 
-    def __init__(self, block: KroneckerBlock, row: Side, column: Side, scale: Tensor, solved_at: int) -> None:
+    def __init__(self, block: KroneckerBlock, sides: tuple[Side, ...], scale: Tensor, solved_at: int) -> None:
         self.block = block
-        self.row = row
-        self.column = column
+        self.sides = sides
         self.scale = scale
         self.solved_at = solved_at
 
@@ -70,10 +69,10 @@ def _entries(side: Side) -> int:
 class Stack:
     """Solved blocks of one shape."""
 
-    def __init__(self, members: Sequence[SolvedBlock], row: Bank, column: Bank) -> None:
+    def __init__(self, members: Sequence[SolvedBlock], banks: Sequence[Bank]) -> None:
         self.members = list(members)
-        self._row = _Joined(row, [member.row for member in members])
-        self._column = _Joined(column, [member.column for member in members])
+        sides = zip(*(member.sides for member in members), strict=True)
+        self._row, *self._columns = [_Joined(bank, each) for bank, each in zip(banks, sides, strict=True)]
         self._counts = [member.block.shape[0] for member in members]
         self._scale = torch.cat([member.scale for member in members])
         for member, part in zip(members, self._scale.split(self._counts), strict=True):
@@ -101,13 +100,27 @@ class Stack:
     def apply(self, gradient: Tensor, solver: str, rule: str, damping: float) -> Tensor:
         """(K, rows, columns) → the damped inverse block times each gradient."""
         if solver == "inverse":
-            return (
-                self._row.times(self._column.after(gradient, inverse=True), inverse=True) / self._scale[:, None, None]
-            )
-        rotated = self._column.after(self._row.times(gradient, transpose=True))
-        # Not in place: with two diagonal sides `rotated` is the gradient itself.
-        rotated = rotated / divisor(rule, (self._row.values(), self._column.values()), self._scale, damping)
-        return self._row.times(self._column.after(rotated, transpose=True))
+            product = self._row.times(self._after(gradient, inverse=True), inverse=True)
+            return product / self._scale[:, None, None]
+        rotated = self._after(self._row.times(gradient, transpose=True))
+        values = [side.values() for side in (self._row, *self._columns)]
+        # Not in place: with diagonal sides alone `rotated` is the gradient itself.
+        rotated = rotated / divisor(rule, values, self._scale, damping)
+        return self._row.times(self._after(rotated, transpose=True))
+
+    def _after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
+        """The column sides' Kronecker product from the right."""
+        if len(self._columns) < 2:
+            for side in self._columns:
+                matrix = side.after(matrix, transpose=transpose, inverse=inverse)
+            return matrix
+        # (K, rows, c₁·c₂): each side in turn acts on the last axis and makes room for the one before it.
+        sizes = [side.size for side in self._columns]
+        for side, size in zip(reversed(self._columns), reversed(sizes), strict=True):
+            rolled = side.after(matrix.reshape(matrix.shape[0], -1, size), transpose=transpose, inverse=inverse)
+            rolled = rolled.reshape(matrix.shape[0], matrix.shape[1], -1, size)
+            matrix = rolled.mT.reshape(matrix.shape)
+        return matrix
 
     def scatter(self, matrix: Tensor, gradients: Mapping[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Where each member's part of (K, rows, columns) belongs in the gradients, and what is to be copied there."""
@@ -144,6 +157,13 @@ class _Joined:
             example = self._matrix if self._matrix is not None else self._values
             assert example is not None, "a bank has matrices or values"
             self._index = torch.tensor(entries, device=example.device)
+
+    @property
+    def size(self) -> int:
+        """n of its n × n matrices."""
+        part = self._matrix if self._matrix is not None else self._values
+        assert part is not None, "a bank has matrices or values"
+        return part.shape[-1]
 
     def _members(self, joined: Tensor) -> Tensor:
         return joined if self._index is None else joined.index_select(0, self._index)

@@ -1,9 +1,9 @@
-"""The three damping rules, for a stack of blocks scale · column ⊗ row.
+"""The three damping rules, for a stack of blocks scale · ⊗ sides, of which there are one, two or three.
 
 =======  ==========================================================================================
 joint    (F̂ + λI)⁻¹ exactly, in the eigenbasis (Pauloski et al. 2020, eq. 13-15)
 pi       λ split over the factors in proportion to their mean eigenvalues (Ba et al. 2017, eq. 12)
-plain    λ added to both factors, the scale folded into the input side (Pauloski et al. 2020, eq. 11)
+plain    λ added to every factor, the scale folded into the input side (Pauloski et al. 2020, eq. 11)
 =======  ==========================================================================================
 """
 
@@ -48,16 +48,23 @@ def pi_weights(means: Sequence[Tensor]) -> list[Tensor]:
 
 
 def divisor(rule: str, values: Sequence[Tensor], scale: Tensor, damping: float) -> Tensor:
-    """What each coefficient of the gradient in the eigenbasis is divided by: (K, rows, columns) from eigenvalues (K,
-    n_i).
+    """What each coefficient of the gradient in the eigenbasis is divided by: (K, rows, columns) from each side's
+    eigenvalues (K, n_i), the row side first.
     """
-    row, column = values
     if rule == "joint":
-        lam = row.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
-        return torch.baddbmm(lam, (row * scale[:, None])[:, :, None], column[:, None, :])
+        lam = scale.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
+        return torch.baddbmm(lam, (values[0] * scale[:, None])[:, :, None], _columns(values)[:, None, :])
     damped = factored_damping(rule, [side.mean(-1) for side in values], scale, damping)
-    row, column = (
+    sides = [
         side * multiply[:, None] + add[:, None]
         for side, multiply, add in zip(values, damped.multiply, damped.add, strict=True)
-    )
-    return (row * damped.divide[:, None])[:, :, None] * column[:, None, :]
+    ]
+    return (sides[0] * damped.divide[:, None])[:, :, None] * _columns(sides)[:, None, :]
+
+
+def _columns(sides: Sequence[Tensor]) -> Tensor:
+    """The diagonal of the Kronecker product of the column sides (K, columns); 1 where there is none."""
+    product = sides[0].new_ones(sides[0].shape[0], 1)
+    for side in sides[1:]:
+        product = (product[:, :, None] * side[:, None, :]).flatten(1)
+    return product

@@ -100,17 +100,17 @@ def _solve(
     return Solved(sides, failed)
 
 
-def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The two sides of a block with a factored rule's damping added, and what the product of their inverses is
-    divided by.
+def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The sides of a block with a factored rule's damping added, and what the product of their inverses is divided
+    by.
     """
     means = [side.mean(-1) if side.dim() == 2 else side.diagonal(dim1=-2, dim2=-1).mean(-1) for side in estimate.sides]
     damped = factored_damping(rule, means, estimate.scale, damping)
-    row, column = (
+    sides = tuple(
         _damp(side, multiply, add)
         for side, multiply, add in zip(estimate.sides, damped.multiply, damped.add, strict=True)
     )
-    return row, column, damped.divide
+    return sides, damped.divide
 
 
 def _damp(side: Tensor, multiply: Tensor, add: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
 """The operations that use a weight, and the factors that one use contributes.
 
-Each operation turns what autograd saved (the activation) and what backward delivers (the derivative) into sums
-over rows: `input_factor` is the sum of a aᵀ, `output_factor` the sum of g gᵀ, both as stacks (a stack entry per
-group or head). The scale that makes a Fisher block of them is the business of `natgrad.blocks`.
+Each operation turns what autograd saved (`saved`: the activation, mostly) and what backward delivers (the derivative)
+into sums over rows: `input_factors` are sums of a aᵀ, `output_factor` is the sum of g gᵀ, all as stacks (a stack
+entry per group or head). The scale that makes a Fisher block of them is the business of `natgrad.blocks`.
+
+A row is a place or token (*expand*), or a whole case (*reduce*: activations averaged and derivatives summed over its
+places; Ba et al. 2017, Appendix A).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -17,6 +21,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from natgrad.statistics.gram import accumulation_dtype, second_moment
+from natgrad.statistics.rank_one import rank_one
 
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
 # training's own.
@@ -24,58 +29,88 @@ _PATCH_ELEMENTS = 2**26
 
 
 class Operation(Protocol):
-    """One kind of use of a weight."""
+    """One kind of use of a parameter."""
 
     @property
     def diagonal_input(self) -> bool:
         """Whether the input factor is diagonal by nature (one-hot activations)."""
 
     @property
+    def keeps_saved(self) -> bool:
+        """Whether `output_factor` looks at what autograd saved."""
+
+    @property
     def kind(self) -> str:
         """The name for the report."""
 
-    def rows(self, activation: Tensor) -> int | Tensor:
+    def rows(self, saved: Sequence[Tensor], derivative: Tensor) -> int | Tensor:
         """How many (activation, derivative) pairs there are per stack entry; a tensor where only the device knows."""
 
-    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
-        """Sum over rows of a aᵀ, with a 1 appended to each a where the use adds a bias."""
+    def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
+        """For each column side the sum over rows of a aᵀ, with a 1 appended to each a where the use adds a bias."""
 
-    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+    def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """Sum over rows of g gᵀ."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product with the weight on the right (x W) or on the left (W x), possibly one per stack entry."""
+    """A matrix product with the weight on the right (x W) or on the left (W x), possibly one per stack entry.
+
+    `leading` is the shape of the rows before they were flattened. With `case_axis`, an axis of it, a row is a case.
+    `feature_map` splits the inputs into two axes whose second moments are kept apart (doubly factored).
+    """
 
     weight_on_left: bool = False
     stacked: bool = False
+    leading: tuple[int, ...] = ()
+    case_axis: int | None = None
+    feature_map: tuple[int, int] | None = None
 
     diagonal_input = False
-    kind = "linear"
+    keeps_saved = False
+
+    @property
+    def kind(self) -> str:
+        """See `Operation`."""
+        return "linear" if self.feature_map is None else "linear, doubly factored"
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """→ (stack, R, n)."""
         rows = tensor.mT if self.weight_on_left else tensor
         return rows if self.stacked else rows.reshape(1, -1, rows.shape[-1])
 
-    def rows(self, activation: Tensor) -> int:
-        """See `Operation`."""
-        return self._rows(activation).shape[1]
+    def _cases(self, rows: Tensor) -> Tensor:
+        """(stack, R, n) → sums over the places of each case, (stack, cases, n)."""
+        if len(self.leading) == 1 or self.case_axis is None:
+            return rows
+        spread = rows.reshape(rows.shape[0], *self.leading, rows.shape[-1])
+        others = [1 + axis for axis in range(len(self.leading)) if axis != self.case_axis]
+        return spread.sum(others, dtype=accumulation_dtype(rows.dtype))
 
-    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    def rows(self, saved: Sequence[Tensor], derivative: Tensor) -> int:
         """See `Operation`."""
-        return second_moment(self._rows(activation), homogeneous=homogeneous, diagonal=diagonal)
+        return self._rows(saved[0]).shape[1] if self.case_axis is None else self.leading[self.case_axis]
 
-    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+    def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
         """See `Operation`."""
-        return second_moment(self._rows(derivative), diagonal=diagonal)
+        rows = self._rows(saved[0])
+        if self.feature_map is not None:
+            maps = rows.reshape(-1, *self.feature_map)
+            return [second_moment(v[None], diagonal=d) for v, d in zip(rank_one(maps), diagonal, strict=True)]
+        if self.case_axis is not None and len(self.leading) > 1:
+            rows = self._cases(rows) / (math.prod(self.leading) // self.leading[self.case_axis])
+        return [second_moment(rows, homogeneous=homogeneous, diagonal=diagonal[0])]
+
+    def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
+        """See `Operation`."""
+        return second_moment(self._cases(self._rows(derivative)), diagonal=diagonal)
 
 
 @dataclass(frozen=True)
 class Convolution:
     """A convolution of any dimension, transposed or not; circular and "same" padding reach it already applied to the
-    input.
+    input. With `reduced` a row is a case, not a place.
     """
 
     kernel: tuple[int, ...]
@@ -85,8 +120,10 @@ class Convolution:
     transposed: bool
     output_padding: tuple[int, ...]
     groups: int
+    reduced: bool = False
 
     diagonal_input = False
+    keeps_saved = False
 
     @property
     def kind(self) -> str:
@@ -102,9 +139,10 @@ class Convolution:
             return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in geometry)
         return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in geometry)
 
-    def rows(self, activation: Tensor) -> int:
+    def rows(self, saved: Sequence[Tensor], derivative: Tensor) -> int:
         """See `Operation`."""
-        return activation.shape[0] * math.prod(self.places(activation.shape))
+        cases, size = saved[0].shape[0], saved[0].shape
+        return cases if self.reduced else cases * math.prod(self.places(size))
 
     def _patch_view(self, x: Tensor) -> Tensor:
         """→ a view (groups, N, C / groups, *places, *kernel) of the padded input."""
@@ -147,14 +185,52 @@ class Convolution:
         per_case = x.shape[1] * math.prod(self.kernel) * math.prod(self.places(x.shape))
         yield from x.split(max(1, _PATCH_ELEMENTS // max(1, per_case)))
 
-    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
         """See `Operation`."""
+        if self.reduced:
+            return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
         total = None
-        for part in self._chunks(activation):
-            moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal)
+        for part in self._chunks(saved[0]):
+            moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
             total = moment if total is None else total.add_(moment)
         assert total is not None, "split yields at least one chunk"
-        return total
+        return [total]
+
+    def _mean_patches(self, x: Tensor) -> Tensor:
+        """Each case's patches, averaged over places: (groups, N, C / groups · kernel), without making a patch.
+
+        Kernel element k sees pixel i at as many places as `_visits` says, so that the sum over places is one small
+        product with the pixels.
+        """
+        cases, channels, *size = x.shape
+        dtype = accumulation_dtype(x.dtype)
+        places = math.prod(self.places(x.shape))
+        if all(k == 1 and p == 0 for k, p in zip(self.kernel, self.padding, strict=True)) and not self.transposed:
+            strides = [slice(None, None, stride) for stride in self.stride]
+            seen = x[(slice(None), slice(None), *strides)]
+            sums = seen.flatten(2).sum(2, dtype=dtype)
+        else:
+            visits = reduce(torch.kron, [self._visits(axis, size[axis], x) for axis in range(len(size))])
+            if x.stride(1) != 1 or channels == 1:
+                sums = _wide_product(x.reshape(cases * channels, -1), visits.mT, dtype)
+            else:  # channels last: each case is (pixels, channels)
+                pixels = x.flatten(2).mT
+                sums = _wide_product(visits.expand(cases, -1, -1), pixels, dtype).mT
+        rows = sums.reshape(cases, self.groups, -1) / places
+        return rows.transpose(0, 1)
+
+    def _visits(self, axis: int, size: int, like: Tensor) -> Tensor:
+        """(kernel, pixels) along one axis: 1 where some output place has this kernel element on this pixel."""
+        kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        offset = torch.arange(kernel, device=like.device)[:, None] * self.dilation[axis] - padding
+        pixel = torch.arange(size, device=like.device)[None, :]
+        places = self.places(torch.Size((1, 1, *(size for _ in self.kernel))))[axis]
+        if self.transposed:  # the output place is where the kernel element puts the pixel
+            place = pixel * stride + offset
+            return ((place >= 0) & (place < places)).to(like.dtype)
+        distance = pixel - offset
+        place = distance // stride
+        return ((distance % stride == 0) & (place >= 0) & (place < places)).to(like.dtype)
 
     def _chunk_factor(self, x: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         """Sum over rows for a few cases, with the patches copied along the direction in which memory runs."""
@@ -177,9 +253,12 @@ class Convolution:
         moment = moment.index_select(1, by_channel)
         return moment if diagonal else moment.index_select(2, by_channel)
 
-    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+    def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """See `Operation`."""
         cases, channels = derivative.shape[:2]
+        if self.reduced:
+            sums = derivative.flatten(2).sum(2, dtype=accumulation_dtype(derivative.dtype))
+            return second_moment(sums.reshape(cases, self.groups, -1).transpose(0, 1), diagonal=diagonal)
         grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
         if derivative.stride(1) != 1:
             rows = grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1).mT
@@ -194,6 +273,16 @@ def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
     return functional.pad(x, [margin for pair in reversed(margins) for margin in pair])
 
 
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product whose result is not rounded back to half precision."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        product: Tensor = (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=dtype)
+        return product
+    return left.to(dtype) @ right.to(dtype)
+
+
 @dataclass(frozen=True)
 class Embedding:
     """A table look-up: the activation is a one-hot row, so the input factor is diagonal (how often each entry was
@@ -204,25 +293,27 @@ class Embedding:
     padding_index: int
 
     diagonal_input = True
+    keeps_saved = True
     kind = "embedding"
 
     def _counted(self, indices: Tensor) -> Tensor:
         """1 where the look-up trains its entry, 0 at the padding index, whose gradient autograd drops."""
         return (indices != self.padding_index).flatten()
 
-    def rows(self, activation: Tensor) -> int | Tensor:
+    def rows(self, saved: Sequence[Tensor], derivative: Tensor) -> int | Tensor:
         """See `Operation`."""
-        return activation.numel() if self.padding_index < 0 else self._counted(activation).sum()
+        return saved[0].numel() if self.padding_index < 0 else self._counted(saved[0]).sum()
 
-    def input_factor(self, activation: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
         """See `Operation`."""
-        counts = torch.zeros(self.entries, dtype=torch.float32, device=activation.device)
-        counts.index_add_(0, activation.flatten(), self._counted(activation).to(counts.dtype))
-        return counts.unsqueeze(0)
+        indices = saved[0]
+        counts = torch.zeros(self.entries, dtype=torch.float32, device=indices.device)
+        counts.index_add_(0, indices.flatten(), self._counted(indices).to(counts.dtype))
+        return [counts.unsqueeze(0)]
 
-    def output_factor(self, derivative: Tensor, activation: Tensor, *, diagonal: bool) -> Tensor:
+    def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """See `Operation`."""
         rows = derivative.reshape(1, -1, derivative.shape[-1])
         if self.padding_index >= 0:
-            rows = rows * self._counted(activation).to(rows.dtype)[None, :, None]
+            rows = rows * self._counted(saved[0]).to(rows.dtype)[None, :, None]
         return second_moment(rows, diagonal=diagonal).to(accumulation_dtype(rows.dtype))

@@ -1,14 +1,14 @@
 """The distributions that a model's output stands for, and the derivatives that sampled and exact Fishers need.
 
-A `Predicted` knows one output tensor's distribution. It yields derivatives of the *summed* negative log-likelihood
-with respect to that tensor: for drawn targets
-(sampled), or one set per output element whose outer products add up to the expectation over all targets (exact).
+A `Predicted` knows the distribution of one output. It yields derivatives of the *summed* negative log-likelihood: for
+drawn targets (sampled), or one set per output element whose outer products add up to the expectation over all targets
+(exact).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +16,82 @@ import torch
 import torch.distributions as distributions
 from torch import Tensor
 
+from natgrad.options import choice
+
 PREDICTIVES = ("categorical", "bernoulli", "gaussian")
-Predictive = str | Callable[[Any], distributions.Distribution]
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical:
+    """Logits over classes, `axis` of the output (the last one; axis 1 of outputs with four and more axes).
+
+    Predictions whose target is `ignore_index` do not count, others count with their label's weight, as in
+    `nn.CrossEntropyLoss`: both need the targets, ``kfac.targets = y`` before the forward pass.
+    """
+
+    ignore_index: int | None = None
+    label_weights: Tensor | None = None
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        if self.label_weights is not None and (self.label_weights.dim() != 1 or bool((self.label_weights < 0).any())):
+            raise ValueError("label_weights must be one non-negative number per class")
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """One logit per label, each a prediction of its own (multi-label)."""
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A mean, with one fixed `variance`, or ``"learned"``: the model returns (mean, variance), as
+    `nn.GaussianNLLLoss` takes them.
+    """
+
+    variance: float | str = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        if self.variance != "learned" and not (isinstance(self.variance, int | float) and self.variance > 0):
+            raise ValueError(f"variance must be a positive number or 'learned', got {self.variance!r}")
+
+
+Head = str | Categorical | Bernoulli | Gaussian | Callable[[Any], distributions.Distribution]
+Predictive = Head | Mapping[str, Head]
+_CLASSES: dict[str, Categorical | Bernoulli | Gaussian] = {
+    "categorical": Categorical(),
+    "bernoulli": Bernoulli(),
+    "gaussian": Gaussian(),
+}
+
+
+def checked_predictive(predictive: Any) -> Predictive:
+    """The user's predictive, or an error that says what it may be."""
+    if isinstance(predictive, Mapping):
+        if not predictive:
+            raise ValueError("predictive={} has no head")
+        return {name: _checked_head(head) for name, head in predictive.items()}
+    return _checked_head(predictive)
+
+
+def _checked_head(head: Any) -> Head:
+    if isinstance(head, Categorical | Bernoulli | Gaussian):
+        return head
+    if isinstance(head, type) and head in (Categorical, Bernoulli, Gaussian):
+        made: Head = head()
+        return made
+    return head if callable(head) else choice("predictive", str(head).lower(), PREDICTIVES)
+
+
+def asks_more(predictive: Predictive) -> bool:
+    """Whether more than the output's shape says how many terms there are."""
+    if isinstance(predictive, Mapping):
+        return True
+    return isinstance(predictive, Categorical) and (
+        predictive.ignore_index is not None or predictive.label_weights is not None or predictive.axis is not None
+    )
 
 
 def class_axis(shape: torch.Size) -> int:
@@ -36,10 +110,14 @@ def _count(shape: torch.Size, axis: int) -> int:
 
 @dataclass(frozen=True)
 class Derivative:
-    """A derivative of the summed negative log-likelihood with respect to `root`."""
+    """Derivatives of the summed negative log-likelihood with respect to `roots`."""
 
-    root: Tensor
-    gradient: Tensor
+    roots: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+    def times(self, factor: float) -> Derivative:
+        """Scaled."""
+        return Derivative(self.roots, tuple(gradient * factor for gradient in self.gradients))
 
 
 class Predicted(Protocol):
@@ -57,15 +135,19 @@ class Predicted(Protocol):
 
 
 class _Elements:
-    """Common to the built-in distributions: a root with its classes moved last, (cases, places, classes)."""
+    """Common to the built-in distributions: a root with its classes moved last, (cases, places, classes).
 
-    def __init__(self, root: Tensor, axis: int | None = None) -> None:
+    `weights` (cases, places, 1), where given, say how much each prediction counts.
+    """
+
+    def __init__(self, root: Tensor, axis: int | None = None, weights: Tensor | None = None) -> None:
         self.root = root
         self._axis = class_axis(root.shape) if axis is None else axis
+        self._weights = weights
 
     @property
     def terms(self) -> float:
-        return _count(self.root.shape, self._axis)
+        return _count(self.root.shape, self._axis) if self._weights is None else float(self._weights.sum())
 
     @property
     def _values(self) -> Tensor:
@@ -76,10 +158,13 @@ class _Elements:
 
     def _derivative(self, gradient: Tensor) -> Derivative:
         root = self.root
+        if self._weights is not None:
+            # Outer products then have the weight itself.
+            gradient = gradient * self._weights.to(gradient.dtype).sqrt()
         if root.dim() <= 1:
-            return Derivative(root, gradient.reshape(root.shape).to(root.dtype))
+            return Derivative((root,), (gradient.reshape(root.shape).to(root.dtype),))
         moved = root.movedim(self._axis, -1).shape
-        return Derivative(root, gradient.reshape(moved).movedim(-1, self._axis).to(root.dtype))
+        return Derivative((root,), (gradient.reshape(moved).movedim(-1, self._axis).to(root.dtype),))
 
     def _columns(self, columns: Tensor) -> Iterator[Derivative]:
         """One derivative per place and column of (cases, places, classes, columns); places are never mixed.
@@ -121,6 +206,8 @@ class _Bernoulli(_Elements):
 
 
 class _Gaussian(_Elements):
+    """Unit variance; another one is in the root."""
+
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         mean = self._values
         noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
@@ -130,11 +217,55 @@ class _Gaussian(_Elements):
         yield from self._columns(torch.ones_like(self._values).diag_embed())
 
 
-_BUILT_IN: dict[str, type[_Categorical] | type[_Bernoulli] | type[_Gaussian]] = {
-    "categorical": _Categorical,
-    "bernoulli": _Bernoulli,
-    "gaussian": _Gaussian,
-}
+class _Several:
+    """Independent distributions, one a root. Each has its own number of terms; the loss is the sum of their means."""
+
+    def __init__(self, parts: Sequence[Predicted]) -> None:
+        self._parts = parts
+
+    @property
+    def terms(self) -> float:
+        return self._parts[0].terms
+
+    def _shares(self) -> Iterator[tuple[Predicted, float]]:
+        """With N of the first, a part that is a mean over fewer terms weighs more in each of them."""
+        for part in self._parts:
+            yield part, math.sqrt(self.terms / part.terms) if part.terms > 0 else 0.0
+
+    def sampled(self, generator: torch.Generator | None) -> Derivative:
+        drawn = [part.sampled(generator).times(share) for part, share in self._shares()]
+        return Derivative(
+            tuple(root for one in drawn for root in one.roots), tuple(g for one in drawn for g in one.gradients)
+        )
+
+    def exact(self) -> Iterator[Derivative]:
+        for part, share in self._shares():
+            for derivative in part.exact():
+                yield derivative.times(share)
+
+
+class _LearnedGaussian(_Several):
+    """A mean and a variance: Fisher 1/v for the mean, 1/(2v²) for the variance."""
+
+    def __init__(self, mean: Tensor, variance: Tensor) -> None:
+        with torch.enable_grad():
+            # Roots in which the Fisher is the identity, so that unit normals are the derivatives.
+            v = variance.expand_as(mean) if variance.requires_grad else variance.detach().expand_as(mean)
+            super().__init__([_Gaussian(mean / v.detach().sqrt())])
+            self._spread = v / (math.sqrt(2) * v.detach()) if v.requires_grad else None
+
+    def sampled(self, generator: torch.Generator | None) -> Derivative:
+        # y = m + √v ε: dℓ/dm = −ε/√v, dℓ/dv = (1 − ε²)/(2v); the same ε in both.
+        drawn = self._parts[0].sampled(generator)
+        if self._spread is None:
+            return drawn
+        noise = drawn.gradients[0]
+        return Derivative((*drawn.roots, self._spread), (noise, (1 - noise.square()) / math.sqrt(2)))
+
+    def exact(self) -> Iterator[Derivative]:
+        yield from self._parts[0].exact()
+        if self._spread is not None:
+            yield from _Gaussian(self._spread).exact()
 
 
 @dataclass(frozen=True)
@@ -159,7 +290,7 @@ class _Custom:
         with torch.enable_grad():
             drawn = self.distribution.sample()
             loss = -self.distribution.log_prob(drawn).sum()
-        return Derivative(loss, torch.ones_like(loss))
+        return Derivative((loss,), (torch.ones_like(loss),))
 
     def exact(self) -> Iterator[Derivative]:
         distribution = self.distribution
@@ -183,10 +314,23 @@ class _Custom:
             )
 
 
-def predicted(predictive: Predictive, output: Any, prediction: Tensor | None) -> Predicted:
-    """The distribution of a model's output: built in, from its prediction tensor, or by the user's callable, from
-    the whole of it.
+def predicted(predictive: Predictive, output: Any, prediction: Tensor | None, targets: Any = None) -> Predicted:
+    """The distribution of a model's output: from its prediction tensor, by the user's callable, from the whole of it,
+    or a head at a time.
     """
+    if isinstance(predictive, Mapping):
+        heads = []
+        for name, head in predictive.items():
+            own = _part(output, name)
+            own_targets = targets.get(name) if isinstance(targets, Mapping) else None
+            heads.append(predicted(head, own, own if isinstance(own, Tensor) else None, own_targets))
+        return _Several(heads)
+    if isinstance(predictive, str):
+        predictive = _CLASSES[predictive]
+    if isinstance(predictive, Gaussian) and predictive.variance == "learned":
+        if not (isinstance(output, list | tuple) and len(output) == 2 and all(isinstance(o, Tensor) for o in output)):
+            raise ValueError("Gaussian(variance='learned') needs a model that returns (mean, variance)")
+        return _LearnedGaussian(*output)
     if callable(predictive):
         made = predictive(output)
         if not isinstance(made, distributions.Distribution):
@@ -195,16 +339,56 @@ def predicted(predictive: Predictive, output: Any, prediction: Tensor | None) ->
     if prediction is None:
         raise ValueError(
             f"predictive={predictive!r} needs one prediction tensor in the model's output; "
-            "pass a callable from the output to a torch.distributions object"
+            "pass a callable from the output to a torch.distributions object, or a dict with a predictive a head"
         )
-    if predictive == "categorical" and prediction.dim() < 2:
+    if isinstance(predictive, Categorical):
+        return _categorical(predictive, prediction, targets)
+    if isinstance(predictive, Bernoulli):
+        return _Bernoulli(prediction)
+    assert not isinstance(predictive.variance, str), "a learned one has been dealt with"
+    with torch.enable_grad():
+        return _Gaussian(prediction / math.sqrt(predictive.variance) if predictive.variance != 1 else prediction)
+
+
+def _part(output: Any, name: str) -> Any:
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if found is None:
+        raise ValueError(f"predictive has a head {name!r}, which the model's output does not have")
+    return found
+
+
+def _categorical(predictive: Categorical, root: Tensor, targets: Any) -> _Categorical:
+    if root.dim() < 2:
         raise ValueError(
-            f"predictive='categorical' needs an output with a class axis, got shape {tuple(prediction.shape)}; "
+            f"predictive='categorical' needs an output with a class axis, got shape {tuple(root.shape)}; "
             "use 'bernoulli' or 'gaussian', or a callable that makes the distribution"
         )
-    if predictive == "categorical" and prediction.shape[class_axis(prediction.shape)] == 1:
+    axis = class_axis(root.shape) if predictive.axis is None else predictive.axis
+    if not -root.dim() <= axis < root.dim():
+        raise ValueError(f"Categorical(axis={axis}): the output has shape {tuple(root.shape)}")
+    classes = root.shape[axis]
+    if classes == 1:
         raise ValueError(
-            f"an output of shape {tuple(prediction.shape)} has one class, of which a categorical predictive learns "
+            f"an output of shape {tuple(root.shape)} has one class, of which a categorical predictive learns "
             "nothing: did you mean predictive='gaussian' (regression) or 'bernoulli'?"
         )
-    return _BUILT_IN[predictive](prediction)
+    if predictive.ignore_index is None and predictive.label_weights is None:
+        return _Categorical(root, axis)
+    places = root.movedim(axis, -1).shape[:-1]
+    if not isinstance(targets, Tensor) or tuple(targets.shape) != tuple(places):
+        given = f"have shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else "are missing"
+        raise ValueError(
+            f"ignore_index and label_weights need the targets, of shape {tuple(places)}; they {given}: set "
+            "kfac.targets before the forward pass, or pass capture(loss, outputs=..., targets=...)"
+        )
+    targets = targets.to(root.device)
+    counts = torch.ones_like(targets, dtype=torch.bool)
+    if predictive.ignore_index is not None:
+        counts = targets != predictive.ignore_index
+    weights = counts.to(root.dtype if root.dtype == torch.float64 else torch.float32)
+    if predictive.label_weights is not None:
+        if len(predictive.label_weights) != classes:
+            raise ValueError(f"{len(predictive.label_weights)} label_weights for {classes} classes")
+        own = predictive.label_weights.to(weights)
+        weights = weights * own[torch.where(counts, targets, 0)]
+    return _Categorical(root, axis, weights.reshape(weights.shape[0], -1, 1))

@@ -1,0 +1,53 @@
+"""Recurrent layers without fused kernels, whose products the graph shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Unfused:
+    """While armed, `nn.LSTM`, `nn.GRU` and `nn.RNN` modules run step by step in plain products.
+
+    cuDNN and oneDNN compute a whole sequence in one node that hides its products. Switching them off around such a
+    module, on steps that take statistics only, gives the same result, more slowly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._entered: list[ExitStack] = []
+
+    def arm(self) -> None:
+        """Runs recurrent modules unfused from now on."""
+        for module in self._model.modules():
+            if isinstance(module, nn.RNNBase):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def disarm(self) -> None:
+        """Runs them as ever."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        stack = ExitStack()
+        if torch.is_grad_enabled():
+            stack.enter_context(_without_fused_kernels())
+        self._entered.append(stack)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._entered:
+            self._entered.pop().close()
+
+
+@contextmanager
+def _without_fused_kernels() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+        yield

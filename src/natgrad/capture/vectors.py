@@ -1,0 +1,181 @@
+"""Recognising parameters that are broadcast against an activation: norm layers, biases, scales, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from natgrad.capture import layout as layouts
+from natgrad.capture.cases import case_axis
+from natgrad.capture.graph import Consumer, Graph, Spread, kind, output_shape, saved
+from natgrad.capture.layout import Layout
+from natgrad.statistics import vectors
+from natgrad.statistics.vectors import Multiplier, Vector
+
+_BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+_ROW_NORMS = ("NativeLayerNorm", "FusedRmsNorm")
+
+
+@dataclass(frozen=True)
+class VectorUse:
+    """Where a parameter is broadcast, and what its gradients are made of."""
+
+    node: Node
+    layout: Layout
+    operation: Vector
+    saved: tuple[str, ...] = ()
+
+
+def find_vector(
+    graph: Graph,
+    name: str,
+    parameter: Tensor,
+    consumer: Consumer,
+    view: Tensor | None,
+    *,
+    cases: int | None,
+    wanted: int | None,
+) -> VectorUse | None:
+    """The use of a parameter as a vector, where each case's gradient can be told; None otherwise."""
+    if view is None:
+        return None
+    node_kind = kind(consumer.node)
+    if node_kind in _BATCH_NORMS or node_kind == "NativeGroupNorm":
+        return _channel_norm(name, parameter, consumer)
+    if node_kind in _ROW_NORMS:
+        return _row_norm(name, parameter, consumer, cases, wanted)
+    if node_kind == "Repeat":
+        return _repeated(name, parameter, consumer.node, cases)
+    if node_kind in ("Add", "Sub", "Mul", "PreluKernel"):
+        return _broadcast(graph, name, parameter, consumer, view, cases, wanted)
+    return None
+
+
+def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> VectorUse | None:
+    """Batch and group norm: channels on axis 1, cases on axis 0."""
+    node = consumer.node
+    shape = output_shape(node)
+    if consumer.argument not in (1, 2) or parameter.shape != shape[1:2]:
+        return None
+    layout = _whole(name, parameter)
+    if consumer.argument == 2:
+        return VectorUse(node, layout, Vector("norm bias", shape, (1,), 0))
+    names: tuple[str, ...] = ("input", "result1", "result2")
+    if kind(node) == "NativeGroupNorm":
+        multiplier: Multiplier = vectors.NormalisedByGroup(int(saved(node, "group")))
+    elif kind(node) == "CudnnBatchNorm" or saved(node, "training"):
+        multiplier = vectors.normalised_by_channel
+    else:
+        names = ("input", "running_mean", "running_var")
+        multiplier = vectors.NormalisedByRunning(float(saved(node, "eps")))
+    return VectorUse(node, layout, Vector("norm gain", shape, (1,), 0, multiplier), names)
+
+
+def _row_norm(
+    name: str, parameter: Tensor, consumer: Consumer, cases: int | None, wanted: int | None
+) -> VectorUse | None:
+    """Layer and RMS norm: over the last axes. Where cases cannot be told apart, every row counts as one."""
+    node = consumer.node
+    shape, axes = output_shape(node), parameter.dim()
+    leading = shape[: len(shape) - axes]
+    if consumer.argument not in (1, 2) or tuple(parameter.shape) != shape[len(leading) :] or not leading:
+        return None
+    axis = case_axis(leading, cases, wanted)
+    kept = tuple(range(len(leading), len(shape)))
+    own_axis = axis if isinstance(axis, int) else None
+    layout = _whole(name, parameter)
+    if consumer.argument == 2:
+        return VectorUse(node, layout, Vector("norm bias", shape, kept, own_axis))
+    if kind(node) == "FusedRmsNorm":
+        return VectorUse(
+            node, layout, Vector("norm gain", shape, kept, own_axis, vectors.scaled_by_row), ("input", "result1")
+        )
+    gain = Vector("norm gain", shape, kept, own_axis, vectors.normalised_by_row)
+    return VectorUse(node, layout, gain, ("input", "result1", "result2"))
+
+
+def _repeated(name: str, parameter: Tensor, node: Node, cases: int | None) -> VectorUse | None:
+    """A vector repeated for every case, as instance norm does: its copies' gradients are the cases'."""
+    repeats = tuple(saved(node, "repeats"))
+    if parameter.dim() != 1 or cases is None or repeats != (cases,):
+        return None
+    shape = (cases, parameter.shape[0])
+    return VectorUse(node, _whole(name, parameter), Vector("vector", shape, (1,), 0))
+
+
+def _broadcast(
+    graph: Graph,
+    name: str,
+    parameter: Tensor,
+    consumer: Consumer,
+    view: Tensor,
+    cases: int | None,
+    wanted: int | None,
+) -> VectorUse | None:
+    """x + w, x − w, x · w, and leaky slopes."""
+    node = consumer.node
+    if kind(node) in ("Add", "Sub") and abs(saved(node, "alpha")) != 1:
+        return None
+    other = node.next_functions[1 - consumer.argument][0]
+    if len(node.next_functions) != 2 or (other is not None and graph.is_of_parameters(other)):
+        return None
+    names: tuple[str, ...] = ()
+    multiplier: Multiplier | None = None
+    if kind(node) == "Mul":
+        names, multiplier = (("other", "self")[consumer.argument],), vectors.other_operand
+    elif kind(node) == "PreluKernel":
+        names, multiplier = ("self",), vectors.negative_part
+    word = "bias" if multiplier is None else "scale"
+    return _over(node, name, parameter, view, output_shape(node), word, cases, wanted, multiplier, names)
+
+
+def find_spread(
+    name: str, parameter: Tensor, spread: Spread, *, cases: int | None, wanted: int | None
+) -> VectorUse | None:
+    """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
+    return _over(spread.node, name, parameter, spread.view, output_shape(spread.node), "token", cases, wanted, None, ())
+
+
+def _over(
+    node: Node,
+    name: str,
+    parameter: Tensor,
+    view: Tensor,
+    shape: tuple[int, ...],
+    word: str,
+    cases: int | None,
+    wanted: int | None,
+    multiplier: Multiplier | None,
+    names: tuple[str, ...],
+) -> VectorUse | None:
+    """A view of a parameter broadcast to `shape`, one axis of which runs over cases."""
+    missing = len(shape) - view.dim()
+    if missing < 0:
+        return None
+    own = [
+        missing + axis
+        for axis, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True))
+        if size > 1 and stride != 0
+    ]
+    free = [axis for axis in range(len(shape)) if axis not in own]
+    axis = case_axis([shape[axis] for axis in free], cases, None)
+    if isinstance(axis, str) and wanted is not None and wanted in free and cases in (None, shape[wanted]):
+        axis = free.index(wanted)
+    if isinstance(axis, str) or (cases is None and wanted is None):
+        return None
+    layout = _layout(name, parameter, view, [axis - missing for axis in own])
+    if layout is None:
+        return None
+    return VectorUse(node, layout, Vector(word, shape, tuple(own), free[axis], multiplier), names)
+
+
+def _layout(name: str, parameter: Tensor, view: Tensor, axes: Sequence[int]) -> Layout | None:
+    sizes, strides = [view.shape[axis] for axis in axes], [view.stride(axis) for axis in axes]
+    return layouts.from_view(name, parameter.shape, sizes, strides, int(view.storage_offset()), "r" * len(sizes))
+
+
+def _whole(name: str, parameter: Tensor) -> Layout:
+    return layouts.whole(name, parameter.shape, parameter.shape, "r" * parameter.dim())
