@@ -168,7 +168,7 @@ def test_a_truncated_or_foreign_state() -> None:
         kfac.load_state_dict(optimizer.state_dict())
     state = kfac.state_dict()
     state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"] = torch.zeros(1, 2, 2)
-    with pytest.raises(ValueError, match=r"factor 0\.weight/0/row has shape \(1, 2, 2\) .* needs \(1, 5, 5\)"):
+    with pytest.raises(ValueError, match=r"factor 0\.weight/0/0 has shape \(1, 2, 2\) .* needs \(1, 5, 5\)"):
         kfac.load_state_dict(state)
     state = kfac.state_dict()
     del state["decompositions"]

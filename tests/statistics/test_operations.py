@@ -62,9 +62,9 @@ def geometries(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(geometry=geometries(), seed=st.integers(0, 1000))
-def test_convolution_blocks_equal_explicit_patch_extraction(geometry: dict[str, Any], seed: int) -> None:
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(geometry=geometries(), sharing=st.sampled_from(["expand", "reduce"]), seed=st.integers(0, 1000))
+def test_convolution_blocks_equal_explicit_patch_extraction(geometry: dict[str, Any], sharing: str, seed: int) -> None:
     torch.manual_seed(seed)
     layer = LAYERS[geometry["axes"], geometry["transposed"]](**geometry["options"]).double()
     cases = 2
@@ -77,7 +77,7 @@ def test_convolution_blocks_equal_explicit_patch_extraction(geometry: dict[str, 
         assume(False)
     assume(places.numel() > 0)
 
-    kfac = KFAC(layer, kl_clip=None, loss_terms=cases)
+    kfac = KFAC(layer, kl_clip=None, loss_terms=cases, sharing=sharing)
     output = layer(x)
     weights = torch.randn_like(output)
     output.retain_grad()
@@ -88,6 +88,9 @@ def test_convolution_blocks_equal_explicit_patch_extraction(geometry: dict[str, 
     a, g = hand.patches(layer, x), hand.output_rows(layer, weights / cases)
     if layer.bias is not None:
         a = torch.cat([a, torch.ones_like(a[:, :, :1])], dim=2)
+    if sharing == "reduce":  # Ba et al. 2017, eq. 17: mean activation, summed derivative of each case
+        a = a.reshape(layer.groups, cases, places.numel(), -1).mean(2)
+        g = g.reshape(layer.groups, cases, places.numel(), -1).sum(2)
     estimate = block.estimate()
     for group in range(layer.groups):
         A, G, s = hand.kronecker(a[group], g[group], cases)

@@ -116,14 +116,15 @@ class Graph:
     def is_of_parameters(self, node: Node) -> bool:
         """Whether a node's output depends on parameters alone, not on data, as far as the graph tells.
 
-        A missing edge is data, unless the node may just have been given a number.
+        A missing edge is data, unless the node may just have been given a number, which leaves its shape alone.
         """
         pending, seen = [node], {node}
         while pending:
             node = pending.pop()
             for producer, _ in node.next_functions:
                 if producer is None:
-                    if kind(node) not in _TAKE_NUMBERS:
+                    others = [output_shape(other, output) for other, output in node.next_functions if other is not None]
+                    if kind(node) not in _TAKE_NUMBERS or others != [output_shape(node)]:
                         return False
                 elif producer not in seen:
                     seen.add(producer)

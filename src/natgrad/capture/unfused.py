@@ -49,5 +49,13 @@ class Unfused:
 
 @contextmanager
 def _without_fused_kernels() -> Iterator[None]:
-    with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+    # Not the modules' own `flags`, which also set, and warn about, what has nothing to do with this.
+    backends: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
+    try:
         yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled

@@ -593,11 +593,17 @@ def _with_shares(graph: Graph, found: list[Found]) -> list[Found]:
 
 
 def _activation_identity(one: Found) -> object:
-    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so an address names
-    one.
+    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so the address of a
+    storage names it.
     """
     tensor: Tensor = saved(one.node, one.use.saved[0])
-    place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    place = (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
     return (place, one.use.operation, one.use.weight.shape[2], one.use.bias is not None, one.use.adds_bias)
 
 
