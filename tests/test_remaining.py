@@ -159,6 +159,24 @@ def test_keyword_inputs_and_random_numbers_are_no_obstacle() -> None:
     torch.testing.assert_close(block_of(kfac, "table").to_dense(), rows.mT @ rows / B, **TIGHT)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_and_stochastic_depth_run_case_by_case(inplace: bool) -> None:
+    class Random(Table):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            out = super().forward(x, scale=scale)
+            return out * torch.empty(1, 1).bernoulli_(0.5) if inplace else functional.dropout(out, 0.1)
+
+    torch.manual_seed(0)
+    model, x, y = Random().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
+    state = torch.get_rng_state()
+    kfac = one_step(model, x, lambda out: functional.cross_entropy(out, y))
+    assert kfac.report()["table"].block == "gradients of cases"
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    run(model, x, lambda out: functional.cross_entropy(out, y))
+    assert torch.equal(after, torch.get_rng_state())  # the user's random numbers are left alone
+
+
 def test_a_model_without_any_recognised_use() -> None:
     class Only(nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.registry import Tap
 from natgrad.capture.graph import saved
-from natgrad.capture.uses import Found, Use
+from natgrad.capture.use import Found, Use
 from natgrad.remaining import Remaining
 from natgrad.statistics.predictive import Derivative
 

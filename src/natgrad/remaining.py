@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from natgrad.capture import layout as layouts
 from natgrad.capture.form import BATCH, PER_CASE, Form
-from natgrad.capture.uses import Use
+from natgrad.capture.use import Use
 from natgrad.statistics.per_case import NotByCaseError, per_case_gradients
 from natgrad.statistics.vectors import Vector
 

@@ -19,7 +19,8 @@ from natgrad.capture import outputs
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE
 from natgrad.capture.graph import Graph, marks
-from natgrad.capture.uses import Findings, find_uses
+from natgrad.capture.search import find_uses
+from natgrad.capture.use import Findings
 from natgrad.passes import Pass
 from natgrad.remaining import Call, Fallback, Remaining
 from natgrad.statistics.predictive import Predicted, Predictive, asks_more, count_predictions, predicted

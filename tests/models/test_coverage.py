@@ -13,7 +13,7 @@ from natgrad import KFAC, models
 from natgrad.blocks.registry import Registry
 from natgrad.capture.choices import Choices
 from natgrad.capture.graph import Graph
-from natgrad.capture.uses import find_uses
+from natgrad.capture.search import find_uses
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.report import Report, build_report
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
-from natgrad.capture.uses import Use
+from natgrad.capture.use import Use
 from natgrad.statistics.gram import accumulation_dtype
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 _BUILT_IN = re.compile(r"Backward\d+$")
 _MARK = "natgrad"
 # Nodes with a missing edge where a number, a mask or a dimension was given, not an activation.
+_LOOK_UPS = frozenset(["Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"])  # data says where they look
 _TAKE_NUMBERS = frozenset(
     (
         "Add",
@@ -121,6 +122,8 @@ class Graph:
         pending, seen = [node], {node}
         while pending:
             node = pending.pop()
+            if kind(node) in _LOOK_UPS:
+                return False
             for producer, _ in node.next_functions:
                 if producer is None:
                     others = [output_shape(other, output) for other, output in node.next_functions if other is not None]

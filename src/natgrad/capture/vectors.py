@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -12,6 +11,7 @@ from natgrad.capture import layout as layouts
 from natgrad.capture.cases import case_axis
 from natgrad.capture.graph import Consumer, Graph, Spread, kind, output_shape, saved
 from natgrad.capture.layout import Layout
+from natgrad.capture.use import Found, Use
 from natgrad.statistics import vectors
 from natgrad.statistics.vectors import Multiplier, Vector
 
@@ -19,42 +19,34 @@ _BATCH_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 _ROW_NORMS = ("NativeLayerNorm", "FusedRmsNorm")
 
 
-@dataclass(frozen=True)
-class VectorUse:
-    """Where a parameter is broadcast, and what its gradients are made of."""
-
-    node: Node
-    layout: Layout
-    operation: Vector
-    saved: tuple[str, ...] = ()
-
-
 def find_vector(
     graph: Graph,
     name: str,
     parameter: Tensor,
+    leaf: Node,
     consumer: Consumer,
     view: Tensor | None,
     *,
     cases: int | None,
     wanted: int | None,
-) -> VectorUse | None:
+) -> Found | None:
     """The use of a parameter as a vector, where each case's gradient can be told; None otherwise."""
     if view is None:
         return None
     node_kind = kind(consumer.node)
+    use: Use | None = None
     if node_kind in _BATCH_NORMS or node_kind == "NativeGroupNorm":
-        return _channel_norm(name, parameter, consumer)
-    if node_kind in _ROW_NORMS:
-        return _row_norm(name, parameter, consumer, cases, wanted)
-    if node_kind == "Repeat":
-        return _repeated(name, parameter, consumer.node, cases)
-    if node_kind in ("Add", "Sub", "Mul", "PreluKernel"):
-        return _broadcast(graph, name, parameter, consumer, view, cases, wanted)
-    return None
+        use = _channel_norm(name, parameter, consumer)
+    elif node_kind in _ROW_NORMS:
+        use = _row_norm(name, parameter, consumer, cases, wanted)
+    elif node_kind == "Repeat":
+        use = _repeated(name, parameter, consumer.node, cases)
+    elif node_kind in ("Add", "Sub", "Mul", "PreluKernel"):
+        use = _broadcast(graph, name, parameter, consumer, view, cases, wanted)
+    return None if use is None else Found(consumer.node, leaf, use)
 
 
-def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> VectorUse | None:
+def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> Use | None:
     """Batch and group norm: channels on axis 1, cases on axis 0."""
     node = consumer.node
     shape = output_shape(node)
@@ -62,7 +54,7 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> VectorUse
         return None
     layout = _whole(name, parameter)
     if consumer.argument == 2:
-        return VectorUse(node, layout, Vector("norm bias", shape, (1,), 0))
+        return Use(layout, Vector("norm bias", shape, (1,), 0), ())
     names: tuple[str, ...] = ("input", "result1", "result2")
     if kind(node) == "NativeGroupNorm":
         multiplier: Multiplier = vectors.NormalisedByGroup(int(saved(node, "group")))
@@ -71,12 +63,10 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> VectorUse
     else:
         names = ("input", "running_mean", "running_var")
         multiplier = vectors.NormalisedByRunning(float(saved(node, "eps")))
-    return VectorUse(node, layout, Vector("norm gain", shape, (1,), 0, multiplier), names)
+    return Use(layout, Vector("norm gain", shape, (1,), 0, multiplier), names)
 
 
-def _row_norm(
-    name: str, parameter: Tensor, consumer: Consumer, cases: int | None, wanted: int | None
-) -> VectorUse | None:
+def _row_norm(name: str, parameter: Tensor, consumer: Consumer, cases: int | None, wanted: int | None) -> Use | None:
     """Layer and RMS norm: over the last axes. Where cases cannot be told apart, every row counts as one."""
     node = consumer.node
     shape, axes = output_shape(node), parameter.dim()
@@ -88,22 +78,20 @@ def _row_norm(
     own_axis = axis if isinstance(axis, int) else None
     layout = _whole(name, parameter)
     if consumer.argument == 2:
-        return VectorUse(node, layout, Vector("norm bias", shape, kept, own_axis))
+        return Use(layout, Vector("norm bias", shape, kept, own_axis), ())
     if kind(node) == "FusedRmsNorm":
-        return VectorUse(
-            node, layout, Vector("norm gain", shape, kept, own_axis, vectors.scaled_by_row), ("input", "result1")
-        )
+        return Use(layout, Vector("norm gain", shape, kept, own_axis, vectors.scaled_by_row), ("input", "result1"))
     gain = Vector("norm gain", shape, kept, own_axis, vectors.normalised_by_row)
-    return VectorUse(node, layout, gain, ("input", "result1", "result2"))
+    return Use(layout, gain, ("input", "result1", "result2"))
 
 
-def _repeated(name: str, parameter: Tensor, node: Node, cases: int | None) -> VectorUse | None:
+def _repeated(name: str, parameter: Tensor, node: Node, cases: int | None) -> Use | None:
     """A vector repeated for every case, as instance norm does: its copies' gradients are the cases'."""
     repeats = tuple(saved(node, "repeats"))
     if parameter.dim() != 1 or cases is None or repeats != (cases,):
         return None
     shape = (cases, parameter.shape[0])
-    return VectorUse(node, _whole(name, parameter), Vector("vector", shape, (1,), 0))
+    return Use(_whole(name, parameter), Vector("vector", shape, (1,), 0), ())
 
 
 def _broadcast(
@@ -114,7 +102,7 @@ def _broadcast(
     view: Tensor,
     cases: int | None,
     wanted: int | None,
-) -> VectorUse | None:
+) -> Use | None:
     """x + w, x − w, x · w, and leaky slopes."""
     node = consumer.node
     if kind(node) in ("Add", "Sub") and abs(saved(node, "alpha")) != 1:
@@ -129,18 +117,18 @@ def _broadcast(
     elif kind(node) == "PreluKernel":
         names, multiplier = ("self",), vectors.negative_part
     word = "bias" if multiplier is None else "scale"
-    return _over(node, name, parameter, view, output_shape(node), word, cases, wanted, multiplier, names)
+    return _over(name, parameter, view, output_shape(node), word, cases, wanted, multiplier, names)
 
 
 def find_spread(
-    name: str, parameter: Tensor, spread: Spread, *, cases: int | None, wanted: int | None
-) -> VectorUse | None:
+    name: str, parameter: Tensor, leaf: Node, spread: Spread, *, cases: int | None, wanted: int | None
+) -> Found | None:
     """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
-    return _over(spread.node, name, parameter, spread.view, output_shape(spread.node), "token", cases, wanted, None, ())
+    use = _over(name, parameter, spread.view, output_shape(spread.node), "token", cases, wanted, None, ())
+    return None if use is None else Found(spread.node, leaf, use)
 
 
 def _over(
-    node: Node,
     name: str,
     parameter: Tensor,
     view: Tensor,
@@ -150,7 +138,7 @@ def _over(
     wanted: int | None,
     multiplier: Multiplier | None,
     names: tuple[str, ...],
-) -> VectorUse | None:
+) -> Use | None:
     """A view of a parameter broadcast to `shape`, one axis of which runs over cases."""
     missing = len(shape) - view.dim()
     if missing < 0:
@@ -169,7 +157,7 @@ def _over(
     layout = _layout(name, parameter, view, [axis - missing for axis in own])
     if layout is None:
         return None
-    return VectorUse(node, layout, Vector(word, shape, tuple(own), free[axis], multiplier), names)
+    return Use(layout, Vector(word, shape, tuple(own), free[axis], multiplier), names)
 
 
 def _layout(name: str, parameter: Tensor, view: Tensor, axes: Sequence[int]) -> Layout | None:

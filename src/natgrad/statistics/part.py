@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +38,13 @@ def take_cases(tree: Any, cases: int, chosen: Tensor) -> Any:
 def run_aside(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Calls a model without leaving a trace: on copies of its buffers, and with the random numbers put back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with own_random_numbers(model), torch.enable_grad():
         return functional_call(model, buffers, arguments, keywords)
+
+
+@contextmanager
+def own_random_numbers(model: nn.Module) -> Iterator[None]:
+    """What is drawn in here, dropout above all, leaves the user's random numbers as they were."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield

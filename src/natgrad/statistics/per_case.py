@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
+from natgrad.statistics.part import own_random_numbers
+
 # The tensors of a model's output that derivatives are given for.
 Select = Callable[[Any], Sequence[Tensor]]
 
@@ -39,7 +41,8 @@ def per_case_gradients(
     given = [derivative for derivative in derivatives if derivative is not None]
     if not any(by_case) or not given or any(d.dim() == 0 or d.shape[0] != cases for d in given):
         raise NotByCaseError("its inputs or outputs do not have cases along their first axis")
-    state = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def one(mapped: list[Tensor], derivative: list[Tensor]) -> dict[str, Tensor]:
         rest = iter(mapped)
@@ -55,13 +58,24 @@ def per_case_gradients(
         return gradients
 
     mapped = [leaf.detach() for leaf, cut in zip(leaves, by_case, strict=True) if cut]
-    try:
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # slow rules of torch.func: nothing the user could do
-            gradients: dict[str, Tensor] = vmap(one, randomness="different")(mapped, given)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        # Whatever the model does that torch.func cannot: its own words say it best.
-        raise NotByCaseError(str(error).strip().split("\n")[0][:120]) from error
-    return {name: gradient.detach() for name, gradient in gradients.items()}
+
+    def attempt(randomness: str) -> dict[str, Tensor] | Exception:
+        try:
+            with own_random_numbers(model), torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # slow rules of torch.func: nothing the user could do
+                gradients: dict[str, Tensor] = vmap(one, randomness=randomness)(mapped, given)
+            return {name: gradient.detach() for name, gradient in gradients.items()}
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return error
+
+    result = attempt("different")
+    if isinstance(result, Exception):
+        # Random numbers drawn in place into a tensor of the model's (stochastic depth) can only be the same for all.
+        again = attempt("same")
+        if isinstance(again, Exception):
+            # Whatever the model does that torch.func cannot: its own words say it best.
+            raise NotByCaseError(str(result).strip().split("\n")[0][:120]) from result
+        result = again
+    return result

@@ -1,0 +1,151 @@
+"""Recognising products, convolutions and look-ups with a weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from natgrad.capture import layout as layouts
+from natgrad.capture.cases import RESHAPES
+from natgrad.capture.graph import Consumer, kind, saved, saved_integer, variable
+from natgrad.capture.layout import Layout
+from natgrad.capture.use import Use
+from natgrad.statistics.operations import Convolution, Embedding, Product
+
+# Nodes that only rearrange a tensor, without repeating it.
+_REARRANGEMENTS = (*RESHAPES, "T", "Transpose", "Permute", "Clone", "ToCopy", "Alias", "Slice", "Select")
+
+_RECURRENT = "inside a fused recurrent kernel, which hides its products"
+
+_REASONS = dict.fromkeys(
+    ("CudnnRnn", "MkldnnRnnLayer", "MiopenRnn", "ThnnFusedLstmCell", "ThnnFusedGruCell"), _RECURRENT
+)
+
+SPARSE = "an embedding with sparse gradients"
+
+
+def recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
+    """A use without its bias, or why there is none."""
+    node_kind = kind(consumer.node)
+    if node_kind in _REASONS:
+        return _REASONS[node_kind]
+    recogniser = _RECOGNISERS.get(node_kind)
+    if recogniser is not None and view is None:
+        return f"its use by {node_kind} is not a plain view of it"
+    if recogniser is not None and view is not None and _is_of_parameters(consumer):
+        return "multiplied with another parameter"
+    if node_kind == "Embedding" and saved(consumer.node, "sparse"):
+        return SPARSE
+    made = recogniser(name, parameter, consumer, view) if recogniser is not None and view is not None else None
+    if made is not None:
+        return made
+    return f"its use by {node_kind} is not recognised"
+
+
+def _is_of_parameters(consumer: Consumer) -> bool:
+    """Whether a product's other operand is a bare leaf, rearranged: then its rows are not cases."""
+    if kind(consumer.node) not in OPERANDS:
+        return False
+    operands = OPERANDS[kind(consumer.node)]
+    for argument, (producer, _) in enumerate(consumer.node.next_functions):
+        if argument == consumer.argument or (len(operands) == 3 and argument == 0):
+            continue
+        while producer is not None and kind(producer) in _REARRANGEMENTS:
+            producer = producer.next_functions[0][0]
+        if producer is not None and kind(producer) == "AccumulateGrad":
+            return isinstance(variable(producer), Parameter)
+    return False
+
+
+OPERANDS = {
+    "Addmm": ("self", "mat1", "mat2"),
+    "Baddbmm": ("self", "batch1", "batch2"),
+    "Mm": ("self", "mat2"),
+    "Bmm": ("self", "mat2"),
+    "Mv": ("self", "vec"),
+}
+
+
+def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+    """x W and W x, stacked or with the weight repeated."""
+    node = consumer.node
+    names = OPERANDS[kind(node)]
+    if len(names) == 3 and (consumer.argument == 0 or not plain_scale(node)):
+        return None
+    left, right = names[-2:]
+    on_left = names[consumer.argument] == left
+    roles = "rc" if on_left else "cr"
+    stacked = False
+    if view.dim() == 3:
+        stacked = view.shape[0] > 1 and view.stride(0) != 0
+        roles = ("s" if stacked else "e") + roles
+    layout = _layout(name, parameter, view, roles)
+    if layout is None:
+        return None
+    return Use(layout, Product(weight_on_left=on_left, stacked=stacked), (right if on_left else left,))
+
+
+def _matrix_vector(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+    """W x for one vector x: one row."""
+    layout = _layout(name, parameter, view, "rc") if consumer.argument == 0 else None
+    return None if layout is None else Use(layout, Product(), ("vec",))
+
+
+def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+    """Convolution(input, weight, bias)."""
+    node = consumer.node
+    if consumer.argument != 1 or not _is_whole(parameter, view):
+        return None
+    kernel = tuple(parameter.shape[2:])
+
+    def each(name: str) -> tuple[int, ...]:
+        values = tuple(saved(node, name))
+        return values * len(kernel) if len(values) == 1 else values  # padding="valid" is saved as one number
+
+    operation = Convolution(
+        kernel=kernel,
+        stride=each("stride"),
+        padding=each("padding"),
+        dilation=each("dilation"),
+        transposed=bool(saved(node, "transposed")),
+        output_padding=each("output_padding"),
+        groups=int(saved(node, "groups")),
+    )
+    groups = operation.groups
+    axes = (groups, parameter.shape[0] // groups, parameter.shape[1], *kernel)
+    roles = "scr" if operation.transposed else "src"
+    return Use(layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel)), operation, ("input",))
+
+
+def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+    """Embedding(weight, indices) with dense, unscaled gradients."""
+    node = consumer.node
+    if not _is_whole(parameter, view) or saved(node, "scale_grad_by_freq"):
+        return None
+    layout = layouts.whole(name, parameter.shape, parameter.shape, "cr")
+    return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), ("indices",))
+
+
+_RECOGNISERS = {
+    "Addmm": _product,
+    "Baddbmm": _product,
+    "Mm": _product,
+    "Bmm": _product,
+    "Mv": _matrix_vector,
+    "Convolution": _convolution,
+    "Embedding": _embedding,
+}
+
+
+def _layout(name: str, parameter: Tensor, view: Tensor, roles: str) -> Layout | None:
+    return layouts.from_view(name, parameter.shape, view.shape, view.stride(), int(view.storage_offset()), roles)
+
+
+def _is_whole(parameter: Tensor, view: Tensor) -> bool:
+    return view.shape == parameter.shape and view.is_contiguous()
+
+
+def plain_scale(node: Node) -> bool:
+    """Whether an addmm neither scales its product nor what it adds."""
+    return bool(saved(node, "alpha") == 1 and saved(node, "beta") == 1)

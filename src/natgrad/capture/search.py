@@ -1,0 +1,134 @@
+"""Finding every use of every parameter in one graph.
+
+A use is one product, convolution or look-up with a weight (and the bias that is added to it), or one broadcast of a
+vector. What is not recognised is named, so that the report can say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from natgrad.capture.approximation import doubly_factored, with_forms
+from natgrad.capture.biases import Bias, as_bias, biased_product, with_biases
+from natgrad.capture.choices import Choices
+from natgrad.capture.form import Form
+from natgrad.capture.graph import Graph, Spread
+from natgrad.capture.penalty import is_penalty
+from natgrad.capture.products import SPARSE, recognise
+from natgrad.capture.shares import with_shares
+from natgrad.capture.use import Findings, Found, Use
+from natgrad.capture.vectors import find_spread, find_vector
+from natgrad.statistics.vectors import Vector
+
+
+def find_uses(
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    *,
+    choices: Choices,
+    cases: int | None,
+    known: Mapping[str, Form],
+) -> Findings:
+    """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none.
+
+    `cases` is the batch size, where the model's output tells it; `known` holds the forms of blocks that exist.
+    """
+    raw = _Raw()
+    for name, parameter in parameters.items():
+        leaf = graph.leaves.get(id(parameter))
+        if leaf is not None:
+            _sort_uses(raw, graph, name, parameter, leaf, {"cases": cases, "wanted": choices.axis_of(name)})
+    _drop_products_of_parameters(raw)
+    for uses in (raw.weights, raw.vectors):
+        _drop_overlapping(uses, raw.findings)
+    both = raw.weights.keys() & (raw.vectors.keys() | raw.biases.keys())
+    raw.findings.unrecognised |= dict.fromkeys(both, "used as a matrix and as a vector")
+    raw.forget([*raw.findings.unrecognised, *raw.findings.left])
+    weights = {name: doubly_factored(name, uses, choices, known) for name, uses in raw.weights.items()}
+    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, cases, choices)
+    found = with_forms(graph, found, choices, cases, known)
+    if choices.vectors == "optimizer":
+        left = {one.use.weight.name for one in found if isinstance(one.use.operation, Vector)}
+        raw.findings.left |= dict.fromkeys(sorted(left), "vectors='optimizer'")
+        found = [one for one in found if one.use.weight.name not in left]
+    raw.findings.found = with_shares(graph, found)
+    return raw.findings
+
+
+@dataclass
+class _Raw:
+    """Uses by parameter, sorted by what they are; `biases` may yet join a weight."""
+
+    weights: dict[str, list[Found]] = field(default_factory=dict)
+    biases: dict[str, list[Bias]] = field(default_factory=dict)
+    vectors: dict[str, list[Found]] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+
+    def forget(self, names: list[str]) -> None:
+        for name in names:
+            self.weights.pop(name, None)
+            self.biases.pop(name, None)
+            self.vectors.pop(name, None)
+
+
+class _Cases(TypedDict):
+    """How many cases there are, and which axis the user says they run over."""
+
+    cases: int | None
+    wanted: int | None
+
+
+def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node, cases: _Cases) -> None:
+    """Looks at each use of one parameter: a weight's, a bias of a product, a vector's, or nothing known."""
+    spreads: dict[Node, Spread] = {}
+    for consumer, view, spread in graph.uses_of(parameter):
+        if is_penalty(graph, consumer):
+            continue
+        bias = as_bias(name, parameter, consumer, view)
+        if bias is not None and (product := biased_product(graph, consumer, bias.numel)) is not None:
+            raw.biases.setdefault(name, []).append(Bias(product, bias, consumer.node))
+            continue
+        made = recognise(name, parameter, consumer, view)
+        if isinstance(made, Use):
+            raw.weights.setdefault(name, []).append(Found(consumer.node, leaf, made))
+        elif (vector := find_vector(graph, name, parameter, leaf, consumer, view, **cases)) is not None:
+            raw.vectors.setdefault(name, []).append(vector)
+        elif spread is not None and find_spread(name, parameter, leaf, spread, **cases) is not None:
+            spreads[spread.node] = spread
+        elif made == SPARSE:
+            raw.findings.left[name] = made
+        else:
+            raw.findings.unrecognised[name] = made
+    # The node that repeats a parameter for every case sees each case's gradient, whatever becomes of the copies.
+    repeated = [find_spread(name, parameter, leaf, spread, **cases) for spread in spreads.values()]
+    if repeated and (name in raw.weights or name in raw.vectors or name in raw.biases):
+        raw.findings.unrecognised[name] = "repeated for several purposes"
+    elif repeated:
+        raw.vectors[name] = [one for one in repeated if one is not None]
+
+
+def _drop_products_of_parameters(raw: _Raw) -> None:
+    """Two weights at one node (U V, W W): their rows are not cases, whichever operand they are."""
+    holders: dict[Node, list[str]] = {}
+    for name, uses in raw.weights.items():
+        for one in uses:
+            holders.setdefault(one.node, []).append(name)
+    for names in holders.values():
+        if len(names) > 1:
+            raw.findings.unrecognised |= dict.fromkeys(names, "multiplied with another parameter")
+
+
+def _drop_overlapping(weights: dict[str, list[Found]], findings: Findings) -> None:
+    """A parameter used whole in one place and in slices in another has no block of its own; say so."""
+    for name, uses in weights.items():
+        seen = [one.use.weight for one in uses]
+        fitting = all(
+            a in (b, b.transposed()) if a.box == b.box else not a.overlaps(b) for a in seen for b in seen if a is not b
+        )
+        if not fitting:
+            findings.unrecognised[name] = "used in regions that overlap without being equal"

@@ -1,0 +1,167 @@
+"""The benchmarks' own arithmetic. Nothing about time."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from benchmarks import approximations, cifar10
+from benchmarks.timing import Device
+
+from natgrad.models import resnet50
+
+CPU = Device("cpu")
+
+
+def test_tables_align():
+    text = approximations.text_table([["name", "a"], ["b", "12.5"]])
+    assert text.splitlines() == ["name     a", "b     12.5"]
+
+
+def test_numbers_are_written_shortly():
+    assert approximations.megabytes(2**20) == "1.0 MiB"
+    assert approximations.megabytes(None) == approximations.milliseconds(None) == "-"
+    assert [approximations.milliseconds(s) for s in (1e-5, 0.02, 2.0)] == ["0.010", "20.0", "2,000.0"]
+
+
+def test_geometries_of_resnet50():
+    layers = approximations.collect_layers(resnet50(), 224)
+    assert sum(layer.count for layer in layers) == 53
+    assert len(layers) == len({layer.geometry for layer in layers}) == 23
+    assert str(layers[0].geometry) == "3→64 7×7 /2 on 224²"
+    assert [layer.name for layer in layers if layer.geometry.first] == ["conv1"]
+    assert [layer.count for layer in layers if str(layer.geometry) == "256→256 3×3 on 14²"] == [5]
+
+
+def test_totals_count_every_layer():
+    geometry = approximations.Geometry(
+        inputs=2, outputs=3, kernel=(1, 1), stride=(1, 1), padding=(0, 0), image=(4, 4), first=False
+    )
+    layer = approximations.Layer(name="conv", geometry=geometry, count=3)
+    factors = {"expand": {"input": 1.0, "output": 0.5}, "reduce": {"input": 0.25, "output": 0.125}}
+    cost = approximations.LayerCosts(layer=layer, own=2.0, factors=factors)
+    totals = approximations.weighted_totals([cost, cost])
+    assert (totals["own"], totals["expand"], totals["reduce"]) == (12.0, 9.0, 2.25)
+    rows = approximations.reduce_rows([cost, cost], iteration=24.0)
+    assert len(rows) == 5
+    assert rows[-1][6] == "0.38"
+    assert approximations.text_table(rows, left=2)
+
+
+def test_convolutions_factors_are_made_for_both_ways():
+    (layer,) = approximations.collect_layers(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), 6)
+    cost = approximations.layer_costs(layer, CPU, batch=2, precision="fp32", repeats=1)
+    assert set(cost.factors) == {"expand", "reduce"}
+
+
+def test_shared_factors_are_counted_once():
+    torch.manual_seed(0)
+    model = approximations.SeparateGPT(vocabulary=5, width=8, heads=2)
+    tokens, following = torch.randint(5, (2, 3, 4))
+    found = approximations.sharing_costs("small", model, tokens, following, CPU, prefix="blocks.0.", repeats=1)
+    # q, k and v read one tensor.
+    assert found.factors["own"] - found.factors["shared"] == 2
+    assert found.factor_bytes["own"] - found.factor_bytes["shared"] == 2 * 9 * 9 * 4
+    assert not found.note
+    assert len(approximations.sharing_rows([found])) == 4
+
+
+def test_steps_of_three_and_two_factors():
+    data = approximations.Batch(images=torch.randn(4, 3, 6, 6), labels=torch.tensor([0, 1, 2, 0]))
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+    results = [
+        approximations.step_costs(name, build, data, CPU, kfac=options, layer="3.weight", repeats=1)
+        for name, options in {
+            "SGD": None,
+            "three": {"doubly_factored_above": 60},
+            "two": {"doubly_factored_above": None},
+        }.items()
+    ]
+    assert "doubly factored" in results[1].line
+    assert "doubly factored" not in results[2].line
+    assert results[1].factor_bytes < results[2].factor_bytes
+    assert all(result.report_bytes == result.factor_bytes + result.decomposition_bytes for result in results)
+    assert len({len(row) for row in approximations.alexnet_rows(results)}) == 1
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two small binary batches in CIFAR-10's format."""
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("data_batch_1", 20), ("test_batch", 10)):
+        rows = torch.randint(256, (count, 3073), generator=generator, dtype=torch.uint8)
+        rows[:, 0] %= 10
+        (tmp_path / f"{name}.bin").write_bytes(rows.numpy().tobytes())
+    return tmp_path
+
+
+def test_binary_and_python_batches_are_the_same_images(folder):
+    binary = cifar10.load(folder, CPU.torch)
+    python = folder / "cifar-10-batches-py"
+    python.mkdir()
+    for name in ("data_batch_1", "test_batch"):
+        rows = torch.frombuffer(bytearray((folder / f"{name}.bin").read_bytes()), dtype=torch.uint8).reshape(-1, 3073)
+        with (python / name).open("wb") as file:
+            pickle.dump({b"data": rows[:, 1:].numpy(), b"labels": rows[:, 0].tolist()}, file)
+        (folder / f"{name}.bin").unlink()
+    for one, other in zip(binary, cifar10.load(folder, CPU.torch), strict=True):
+        assert one.pixels.shape[1:] == (32, 32, 3)
+        assert torch.equal(one.pixels, other.pixels)
+        assert torch.equal(one.labels, other.labels)
+
+
+def test_a_folder_without_batches_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data_batch_1"):
+        cifar10.load(tmp_path, CPU.torch)
+
+
+def test_crops_are_windows_of_the_padded_images():
+    # Each image has one grey value, and its label is that value.
+    labels = torch.arange(1, 51)
+    pixels = labels.to(torch.uint8)[:, None, None, None].expand(-1, 32, 32, 3)
+    images = cifar10.Images(pixels=cifar10.padded(pixels), labels=labels)
+    one, two = (cifar10.shuffled_crops(images, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(one.pixels, two.pixels)
+    assert one.pixels.shape == (50, 32, 32, 3)
+    assert torch.equal(one.pixels.amax((1, 2, 3)).long(), one.labels)
+    assert torch.equal(one.labels.sort().values, labels)
+    black = (one.pixels[..., 0] == 0).float().mean((1, 2))
+    assert black.amax() <= 1 - (28 / 32) ** 2
+    assert black.std() > 0
+
+
+def test_pixels_are_normalised():
+    grey = torch.full((2, 4, 4, 3), 125, dtype=torch.uint8)
+    result = cifar10.normalised(grey)
+    assert result.shape == (2, 3, 4, 4)
+    assert result.abs().amax() < 0.2
+
+
+def test_schedule_and_variants():
+    assert (cifar10.cosine(0, 10), cifar10.cosine(10, 10)) == (1.0, 0.0)
+    assert cifar10.chosen_variants("sgd,no-norm", "resnet20") == ["sgd", "no-norm"]
+    assert cifar10.chosen_variants("sgd,no-norm", "convnet") == ["sgd"]
+    with pytest.raises(ValueError, match="adam"):
+        cifar10.chosen_variants("adam", "convnet")
+
+
+def test_training_writes_numbers_and_a_picture(folder, capsys):
+    out = folder / "small.json"
+    options = ["--model", "convnet", "--variants", "sgd,reduce", "--seeds", "0", "--epochs", "1", "--batch", "8"]
+    assert cifar10.main(["--data", str(folder), "--device", "cpu", "--out", str(out), *options]) == 0
+    assert "K-FAC, reduce" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert [run["variant"] for run in found["runs"]] == ["sgd", "reduce"]
+    assert found["settings"]["kl_clip"] == 1e-5
+    assert all(len(run["train_loss"]) == len(run["test_error"]) == 1 for run in found["runs"])
+    assert out.with_suffix(".png").stat().st_size > 1000
