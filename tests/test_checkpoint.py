@@ -184,3 +184,27 @@ def test_a_state_is_a_snapshot() -> None:
     before = state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"].clone()
     train(model, optimizer, 3, 9, (4,))
     assert torch.equal(before, state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"])
+
+
+def test_a_checkpoint_under_other_choices() -> None:
+    """Resuming with other approximations takes them up, block by block, and keeps what fits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.LazyLinear(2)).double()
+    x, y = torch.randn(4, 2, 5, 5).double(), torch.arange(4) % 2
+    model(x)
+
+    def step(kfac: KFAC) -> None:
+        model.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        kfac.step()
+
+    kfac = KFAC(model, kl_clip=None)
+    step(kfac)
+    state = kfac.state_dict()
+    kfac.detach()
+    other = KFAC(model, kl_clip=None, sharing="reduce", vectors="optimizer", factor_update_steps=1)
+    other.load_state_dict(state)
+    assert [line.covered for line in other.report()] == [True, True, False, False, True, True]
+    step(other)
+    assert [block.form.reduced for block in other.blocks] == [True, True]
+    assert other.blocks[0].straight.counts.tolist() == [4.0, 4.0]

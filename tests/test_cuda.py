@@ -53,6 +53,82 @@ def test_equals_the_cpu_in_float64(solver: str, channels_last: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
+class Everything(nn.Module):
+    """Every norm layer, a slope, a token, a table that only per-case gradients reach, a flattened map, an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.instance, self.group = nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.GroupNorm(2, 8)
+        self.slope, self.flat, self.layer = nn.PReLU(8), nn.Linear(8 * 14 * 14, 12), nn.LayerNorm(12)
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.randn(4))
+        self.lstm, self.rms, self.head = nn.LSTM(12, 6, batch_first=True), nn.RMSNorm(6), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.slope(self.group(self.instance(self.conv(x))))
+        x = self.layer(self.flat(x.flatten(1)))[:, None]
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        index = torch.arange(12, device=x.device) % 4
+        result: Tensor = self.head(self.rms(self.lstm(x + self.table[index].tanh())[0]).mean(1))
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"sharing": "reduce", "solver": "inverse"}, {"vectors": "diagonal"}])
+def test_the_whole_fisher_equals_the_cpus_in_float64(options: dict[str, str]) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        model = Everything().double().to(device)
+        x, y = (t.to(device) for t in batch(torch.float64))
+        kfac = KFAC(model, lr=0.1, doubly_factored_above=100, **options)
+        functional.cross_entropy(model(x), y).backward()
+        kfac.step()
+        report = kfac.report()
+        assert all(line.covered for line in report)
+        assert report["flat.weight"].factors == "A 8² · A 196² · G 12²"
+        # An LSTM's cell is another one on a GPU, and only there does it run case by case, for the table.
+        same = [block for block in kfac.blocks if "lstm" not in block.key and block.key not in ("table", "flat.weight")]
+        results.append({block.key: block.to_dense().cpu() for block in same})
+    assert len(results[0]) > 8
+    for name, one in results[0].items():
+        torch.testing.assert_close(one, results[1][name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_statistics_of_the_whole_fisher_never_wait_for_the_device(sharing: str) -> None:
+    model, (x, y) = Everything().cuda(), batch()
+    x, y = x.cuda(), y.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"fallback": "batch", "doubly_factored_above": 100, "sharing": sharing}
+    KFAC(model, factor_update_steps=2, **options).attach(optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        torch.cuda.set_sync_debug_mode("error" if step > 0 else "default")
+        try:
+            loss.backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_reduced_factors_of_half_precision_maps_are_close(channels_last: bool) -> None:
+    dense = []
+    for enabled in (False, True):
+        model, (x, y) = convnet().cuda(), batch()
+        x, y = x.cuda(), y.cuda()
+        if channels_last:
+            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        kfac = KFAC(model, kl_clip=None, sharing="reduce")
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        kfac.step()
+        dense.append([side for block in kfac.blocks for side in block.estimate().sides])
+    for one, other in zip(*dense, strict=True):
+        assert float((one - other).norm() / one.norm()) < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_autocast_factors_are_float32_and_close(dtype: torch.dtype, channels_last: bool) -> None:

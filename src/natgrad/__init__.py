@@ -10,10 +10,12 @@ activations and derivatives into sums over rows,
 ``blocks`` keeps the running averages, ``solve`` decomposes them, ``precondition`` replaces the gradients.
 
 Vocabulary
-    use         one product, convolution or look-up with a weight in one forward pass
+    use         one product, convolution or look-up with a weight, or broadcast of a vector, in one forward pass
     rows        a use's (activation, derivative) pairs: one a case, place or token
+    case        one element of a batch; its places or tokens may count as rows (expand) or be averaged first (reduce)
     factor      the mean of a aᵀ (input side) or g gᵀ (output side) over rows
-    block       the Fisher block of a weight and its bias: scale · input factor ⊗ output factor
+    block       the Fisher block of a weight and its bias: scale · input factor ⊗ output factor; of a vector: one factor
+    form        how a block is factored and what its rows are
     scale       rows per loss term, R / N
     side        the solved form of a factor: eigenbasis or inverse
     stack       several equal matrices handled as one: groups of a convolution, layers of one shape

@@ -557,6 +557,7 @@ class KFAC:
             block
             for block in checkpoint.load_blocks(state, self._parameters)
             if not any(fnmatch(name, pattern) for name in _names(block) for pattern in self._exclude)
+            and not self._window.leaves(block)
         ]
         preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
         same = state["solver"] == preconditioner.solver and (

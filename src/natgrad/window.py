@@ -17,7 +17,7 @@ from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
 from natgrad.capture.choices import Choices
-from natgrad.capture.form import PER_CASE
+from natgrad.capture.form import PER_CASE, USES
 from natgrad.capture.graph import Graph, marks
 from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
@@ -269,6 +269,12 @@ class Window:
         for block in self.registry:
             for orientation in block.orientations:
                 orientation.discard()
+
+    def leaves(self, block: KroneckerBlock) -> bool:
+        """Whether a block from a checkpoint would now be left to the optimizer."""
+        if block.form.columns:
+            return False
+        return (self._choices.vectors if block.form.source == USES else self._fallback.how) == "optimizer"
 
     def without_statistics(self) -> list[KroneckerBlock]:
         """Blocks that no pass of this window used."""

@@ -70,7 +70,8 @@ def with_forms(
         plain = [_formed(one, replace(one.use.form, columns=one.use.column_sizes(), note=note)) for one in group]
         if not choices.reduces(group[0].use.weight.name) or _always_expands(group):
             result += plain
-        elif before is not None and not before.reduced:
+        elif before is not None and before.note and not before.reduced:
+            # Once told apart by rows only, always: their statistics don't mix with those of whole cases.
             result += [_formed(one, replace(one.use.form, note=before.note)) for one in plain]
         else:
             axis = None if before is None else before.case_axis
