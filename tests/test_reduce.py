@@ -215,3 +215,37 @@ def test_preconditioning_with_reduced_factors_is_a_dense_solve(solver: str, rule
         torch.testing.assert_close(flat[1], expected, rtol=1e-8, atol=1e-8)
     assert torch.isfinite(flat[1]).all()
     assert not torch.allclose(flat[0], flat[1])
+
+
+def test_time_major_models_say_so() -> None:
+    """Outputs (T, B, classes): batch_axis=1 for all."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double(), torch.randn(T, B, 3).double()
+    y = torch.arange(T * B) % 2
+    loss = lambda out: functional.cross_entropy(out.flatten(0, 1), y)  # noqa: E731
+    kfac = one_step(model, x, loss, sharing="reduce", batch_axis=1)
+    a = hand.with_one(x.mean(0))
+    torch.testing.assert_close(block_of(kfac, "0.weight").estimate().column[0], a.mT @ a / B, **TIGHT)
+    assert float(block_of(kfac, "1.weight").straight.row.weight) == B
+
+
+def test_a_batch_first_model_with_token_losses_and_time_major_rows() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0])
+            return result
+
+    torch.manual_seed(0)
+    model, x, y = Encoder().double(), torch.randn(B, T, 4).double(), torch.arange(T * B) % 2
+    for axis in (None, {"attention.in_*": 1}):
+        kfac = one_step(
+            model, x, lambda out: functional.cross_entropy(out.flatten(0, 1), y), sharing="reduce", batch_axis=axis
+        )
+        a = hand.with_one(x.mean(1))
+        column = block_of(kfac, "attention.in_proj_weight").estimate().column[0]
+        torch.testing.assert_close(column, a.mT @ a / B, **TIGHT)
+        kfac.detach()

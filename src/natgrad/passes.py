@@ -31,6 +31,9 @@ class Owner(Protocol):
     def begin(self, current: Pass) -> list[Tap]:
         """The pass counts from now on: where do the statistics of its uses go?"""
 
+    def claims(self, name: str, task: int) -> bool:
+        """Whether nobody has taken a parameter's gradient in this backward yet."""
+
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
 
@@ -102,8 +105,12 @@ class Pass:
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
         """Takes in a batch's whole gradient, where nothing else is known; only of the backward that counts."""
-        if self._taps is not None and self.task == torch._C._current_graph_task_id():
-            self._add(self._taps[self._first_rest + number], gradient.detach().reshape(1, -1), ())
+        if self._taps is None or self.task != torch._C._current_graph_task_id():
+            return
+        tap = self._taps[self._first_rest + number]
+        if self._owner.claims(tap.use.weight.name, self.task):
+            with _undisturbed(gradient.device):
+                self._add(tap, gradient.detach().reshape(1, -1), ())
 
     def finish(self) -> None:
         """Runs the model case by case for what the backward has left to do."""
@@ -112,7 +119,8 @@ class Pass:
         known = self._remaining.derivatives
         derivatives = [known.get(number) for number in range(max(known) + 1)]
         for number, gradients in self._remaining.gradients_of_cases(derivatives):
-            self._add(self._taps[self._first_rest + number], gradients, ())
+            with _undisturbed(gradients.device):
+                self._add(self._taps[self._first_rest + number], gradients, ())
 
     def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
         done = False

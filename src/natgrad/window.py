@@ -16,6 +16,7 @@ from natgrad.blocks.factor import commit
 from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
+from natgrad.capture.cases import batch_of
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE, USES
 from natgrad.capture.graph import Graph, marks
@@ -61,6 +62,7 @@ class Window:
         self._open: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._by_hand: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._counted: list[Pass] = []
+        self._claimed: set[tuple[str, int]] = set()
 
     def observe(
         self,
@@ -102,12 +104,14 @@ class Window:
             return None
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
-        cases = None if prediction is None or prediction.dim() == 0 else prediction.shape[0]
+        batch = batch_of(prediction, self._choices.batch_axis.get("*"))
         candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
-        findings = find_uses(graph, candidates, choices=self._choices, cases=cases, known=self.registry.forms())
+        findings = find_uses(graph, candidates, choices=self._choices, batch=batch, known=self.registry.forms())
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
-        call = None if inputs is None else Call(*inputs, cases)
+        # Only what has its cases along the first axis can be run case by case.
+        first = self._choices.batch_axis.get("*", 0) == 0
+        call = Call(*inputs, batch.cases) if inputs is not None and first else None
         remaining = self._remaining(graph, findings, parameters, call, roots)
         findings.remaining = len(remaining.uses)
         if not found and not remaining.uses:
@@ -190,6 +194,12 @@ class Window:
             reason = reasons[next(name for name in reasons if lost[0].startswith(name))]
             self._warn("dropped", f"{', '.join(lost)} is left to the optimizer from step {{step}} on: {reason}")
 
+    def claims(self, name: str, task: int) -> bool:
+        """Whether a parameter's gradient in one backward is asked for the first time: passes may share it."""
+        new = (name, task) not in self._claimed
+        self._claimed.add((name, task))
+        return new
+
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
         self._warn(
@@ -266,6 +276,7 @@ class Window:
 
     def _discard(self) -> None:
         self._counted = []
+        self._claimed.clear()
         for block in self.registry:
             for orientation in block.orientations:
                 orientation.discard()

@@ -11,6 +11,7 @@ from torch import nn
 
 from natgrad import KFAC, models
 from natgrad.blocks.registry import Registry
+from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
 from natgrad.capture.graph import Graph
 from natgrad.capture.search import find_uses
@@ -23,7 +24,7 @@ def report_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Report:
     parameters = dict(model.named_parameters())
     output = model(x)
     choices = Choices(**{"doubly_factored_above": 4096, **options})
-    findings = find_uses(Graph([output]), parameters, choices=choices, cases=x.shape[0], known={})
+    findings = find_uses(Graph([output]), parameters, choices=choices, batch=Batch(x.shape[:1]), known={})
     registry = Registry(parameters, max_factor_size=16384, max_vector_size=512)
     registry.assign([one.use for one in findings.found])
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from natgrad.capture.cases import case_axis, leading_shape
+from natgrad.capture.cases import Batch, leading_shape
 from natgrad.capture.choices import Choices, split_map
 from natgrad.capture.feature_map import feature_map
 from natgrad.capture.form import Form
@@ -15,6 +15,8 @@ from natgrad.capture.products import OPERANDS
 from natgrad.capture.use import Found
 from natgrad.statistics.operations import Convolution, Embedding, Product
 from natgrad.statistics.vectors import Vector
+
+_EXPANDED = "expand: "
 
 
 def doubly_factored(name: str, uses: list[Found], choices: Choices, known: Mapping[str, Form]) -> list[Found]:
@@ -57,7 +59,7 @@ def _activation_argument(one: Found) -> int:
 
 
 def with_forms(
-    graph: Graph, found: list[Found], choices: Choices, cases: int | None, known: Mapping[str, Form]
+    graph: Graph, found: list[Found], choices: Choices, batch: Batch, known: Mapping[str, Form]
 ) -> list[Found]:
     """Says of each use how its block is factored and what its rows are; all uses of one weight alike."""
     groups: dict[str, list[Found]] = {}
@@ -70,15 +72,17 @@ def with_forms(
         plain = [_formed(one, replace(one.use.form, columns=one.use.column_sizes(), note=note)) for one in group]
         if not choices.reduces(group[0].use.weight.name) or _always_expands(group):
             result += plain
-        elif before is not None and before.note and not before.reduced:
+        elif before is not None and before.note.startswith(_EXPANDED):
             # Once told apart by rows only, always: their statistics don't mix with those of whole cases.
             result += [_formed(one, replace(one.use.form, note=before.note)) for one in plain]
         else:
             axis = None if before is None else before.case_axis
-            reduced = [_reduced(graph, one, cases, choices.axis_of(one.use.weight.name), axis) for one in plain]
+            reduced = [
+                _reduced(graph, one, batch.for_axis(choices.axis_of(one.use.weight.name)), axis) for one in plain
+            ]
             reasons = [one for one in reduced if isinstance(one, str)]
             if reasons:
-                note = f"expand: {reasons[0]}"
+                note = f"{_EXPANDED}{reasons[0]}"
                 result += [_formed(one, replace(one.use.form, note=note)) for one in plain]
             else:
                 result += [one for one in reduced if isinstance(one, Found)]
@@ -93,7 +97,7 @@ def _formed(one: Found, form: Form) -> Found:
     return replace(one, use=replace(one.use, form=form))
 
 
-def _reduced(graph: Graph, one: Found, cases: int | None, wanted: int | None, known: int | None) -> Found | str:
+def _reduced(graph: Graph, one: Found, batch: Batch, known: int | None) -> Found | str:
     """The use with cases for rows, or why they cannot be told apart."""
     operation = one.use.operation
     form = replace(one.use.form, reduced=True)
@@ -110,7 +114,7 @@ def _reduced(graph: Graph, one: Found, cases: int | None, wanted: int | None, kn
         leading = shape[1:]
     else:
         leading = leading_shape(graph, one.node, shape[-1])
-    axis = case_axis(leading, cases, wanted, known)
+    axis = batch.axis(leading, known)
     if isinstance(axis, str):
         return axis
     operation = replace(operation, leading=leading, case_axis=axis)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.cases import RESHAPES, case_axis, leading_shape
+from natgrad.capture.cases import RESHAPES, Batch, leading_shape
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
 from natgrad.capture.graph import Consumer, Graph, kind, output_shape, saved
@@ -68,7 +68,7 @@ def with_biases(
     free: dict[str, list[Found]],
     graph: Graph,
     parameters: Mapping[str, Tensor],
-    cases: int | None,
+    batch: Batch,
     choices: Choices,
 ) -> list[Found]:
     """Joins a bias to the weight whose uses alone it is added to; other biases are vectors of their own.
@@ -104,7 +104,7 @@ def with_biases(
     for name in sorted(alone):
         leaf = graph.leaves[id(parameters[name])]
         for added in biases[name]:
-            one = _free_bias(graph, added, by_product.get(added.product), leaf, cases, choices.axis_of(name))
+            one = _free_bias(graph, added, by_product.get(added.product), leaf, batch.for_axis(choices.axis_of(name)))
             free.setdefault(name, []).append(one)
     result = [
         replace(one, use=replace(one.use, bias=None, adds_bias=False))
@@ -115,9 +115,7 @@ def with_biases(
     return result + [one for uses in free.values() for one in uses]
 
 
-def _free_bias(
-    graph: Graph, bias: Bias, product: Found | None, leaf: Node, cases: int | None, wanted: int | None
-) -> Found:
+def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batch: Batch) -> Found:
     """A bias with a block of its own: added to a product whose weight has another bias, none, or two input factors."""
     node = bias.node
     shape = output_shape(node)
@@ -127,7 +125,7 @@ def _free_bias(
         # With the weight's own rows: its output factor is this block, and costs nothing more.
         return Found(node, leaf, Use(bias.layout, Vector("bias", shape, (1,), None), (), Form((), full=True)))
     leading = leading_shape(graph, node, shape[-1])
-    axis = 0 if len(leading) == 1 else case_axis(leading, cases, wanted)
+    axis = 0 if len(leading) == 1 else batch.axis(leading)
     operation = Vector("bias", (*leading, shape[-1]), (len(leading),), axis if isinstance(axis, int) else None)
     return Found(node, leaf, Use(bias.layout, operation, ()))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture.graph import Graph, kind, output_shape
@@ -29,31 +31,53 @@ def leading_shape(graph: Graph, node: Node, outputs: int) -> tuple[int, ...]:
     return rows
 
 
-def case_axis(leading: Sequence[int], cases: int | None, wanted: int | None, known: int | None = None) -> int | str:
-    """The axis of `leading` that runs over cases, or why it cannot be told.
-
-    `cases` is the batch size where the model's output says it, `wanted` the user's `batch_axis`, `known` the axis
-    found in earlier passes, which decides where two axes have the batch's size.
+@dataclass(frozen=True)
+class Batch:
+    """What is known of the batch: `sizes` of the axes of the model's output but the classes', the batch's first, and
+    `wanted`, the axis that the user says runs over cases.
     """
-    if len(leading) == 1:
-        axis: int | None = 0
-    elif wanted is not None:
-        axis = wanted + len(leading) if wanted < 0 else wanted
-        if not 0 <= axis < len(leading):
-            return f"batch_axis={wanted} is not an axis of {tuple(leading)}"
-    else:
-        axis = None
-    if axis is not None:
-        if cases is not None and leading[axis] != cases:
-            return f"axis {axis} of {tuple(leading)} is not the batch of {cases}"
-        return axis
-    if cases is None:
-        return "the batch size is not known: pass batch_axis="
-    matching = [axis for axis, size in enumerate(leading) if size == cases]
-    if not matching:
-        return f"no axis of {tuple(leading)} has the batch's size, {cases}"
-    if known in matching:
-        return known
-    if len(matching) > 1 and cases > 1:
-        return f"several axes of {tuple(leading)} have the batch's size: pass batch_axis="
-    return matching[0]
+
+    sizes: tuple[int, ...] = ()
+    wanted: int | None = None
+
+    @property
+    def cases(self) -> int | None:
+        """How many cases there are, where the output tells it."""
+        return self.sizes[0] if self.sizes else None
+
+    def for_axis(self, wanted: int | None) -> Batch:
+        """The same batch for a parameter with its own batch axis."""
+        return Batch(self.sizes, wanted)
+
+    def axis(self, leading: Sequence[int], known: int | None = None) -> int | str:
+        """The axis of `leading` that runs over cases, or why it cannot be told.
+
+        `known` is the axis found in earlier passes, which decides where two axes have the batch's size.
+        """
+        if len(leading) == 1 or self.wanted is not None:
+            axis = 0 if len(leading) == 1 or self.wanted is None else self.wanted % len(leading)
+            if self.wanted is not None and not -len(leading) <= self.wanted < len(leading) and len(leading) > 1:
+                return f"batch_axis={self.wanted} is not an axis of {tuple(leading)}"
+            fits = not self.sizes or leading[axis] in (self.sizes if self.wanted is not None else self.sizes[:1])
+            return axis if fits else f"axis {axis} of {tuple(leading)} is not the batch of {self.cases}"
+        if self.cases is None:
+            return "the batch size is not known: pass batch_axis="
+        matching = [axis for axis, size in enumerate(leading) if size == self.cases]
+        if not matching:
+            return f"no axis of {tuple(leading)} has the batch's size, {self.cases}"
+        if known in matching:
+            return known
+        if len(matching) > 1 and self.cases > 1:
+            return f"several axes of {tuple(leading)} have the batch's size: pass batch_axis="
+        return matching[0]
+
+
+def batch_of(prediction: Tensor | None, axis: int | None) -> Batch:
+    """The batch that a prediction is for. `axis` is the user's batch axis for all parameters."""
+    if prediction is None or prediction.dim() == 0:
+        return Batch()
+    shape = tuple(prediction.shape)
+    sizes = shape[:1] if len(shape) in (1, 2) or len(shape) > 3 else shape[:-1]
+    if axis is not None and -len(sizes) <= axis < len(sizes):
+        sizes = (sizes[axis], *(size for other, size in enumerate(sizes) if other != axis % len(sizes)))
+    return Batch(sizes)

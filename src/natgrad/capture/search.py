@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture.approximation import doubly_factored, with_forms
 from natgrad.capture.biases import Bias, as_bias, biased_product, with_biases
+from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
 from natgrad.capture.graph import Graph, Spread
@@ -31,18 +31,18 @@ def find_uses(
     parameters: Mapping[str, Tensor],
     *,
     choices: Choices,
-    cases: int | None,
+    batch: Batch,
     known: Mapping[str, Form],
 ) -> Findings:
     """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none.
 
-    `cases` is the batch size, where the model's output tells it; `known` holds the forms of blocks that exist.
+    `batch` is what is known of the cases; `known` holds the forms of blocks that exist.
     """
     raw = _Raw()
     for name, parameter in parameters.items():
         leaf = graph.leaves.get(id(parameter))
         if leaf is not None:
-            _sort_uses(raw, graph, name, parameter, leaf, {"cases": cases, "wanted": choices.axis_of(name)})
+            _sort_uses(raw, graph, name, parameter, leaf, batch.for_axis(choices.axis_of(name)))
     _drop_products_of_parameters(raw)
     for uses in (raw.weights, raw.vectors):
         _drop_overlapping(uses, raw.findings)
@@ -50,8 +50,8 @@ def find_uses(
     raw.findings.unrecognised |= dict.fromkeys(both, "used as a matrix and as a vector")
     raw.forget([*raw.findings.unrecognised, *raw.findings.left])
     weights = {name: doubly_factored(name, uses, choices, known) for name, uses in raw.weights.items()}
-    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, cases, choices)
-    found = with_forms(graph, found, choices, cases, known)
+    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, batch, choices)
+    found = with_forms(graph, found, choices, batch, known)
     if choices.vectors == "optimizer":
         left = {one.use.weight.name for one in found if isinstance(one.use.operation, Vector)}
         raw.findings.left |= dict.fromkeys(sorted(left), "vectors='optimizer'")
@@ -76,14 +76,7 @@ class _Raw:
             self.vectors.pop(name, None)
 
 
-class _Cases(TypedDict):
-    """How many cases there are, and which axis the user says they run over."""
-
-    cases: int | None
-    wanted: int | None
-
-
-def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node, cases: _Cases) -> None:
+def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node, batch: Batch) -> None:
     """Looks at each use of one parameter: a weight's, a bias of a product, a vector's, or nothing known."""
     spreads: dict[Node, Spread] = {}
     for consumer, view, spread in graph.uses_of(parameter):
@@ -96,16 +89,16 @@ def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node
         made = recognise(name, parameter, consumer, view)
         if isinstance(made, Use):
             raw.weights.setdefault(name, []).append(Found(consumer.node, leaf, made))
-        elif (vector := find_vector(graph, name, parameter, leaf, consumer, view, **cases)) is not None:
+        elif (vector := find_vector(graph, name, parameter, leaf, consumer, view, batch)) is not None:
             raw.vectors.setdefault(name, []).append(vector)
-        elif spread is not None and find_spread(name, parameter, leaf, spread, **cases) is not None:
+        elif spread is not None and find_spread(name, parameter, leaf, spread, batch) is not None:
             spreads[spread.node] = spread
         elif made == SPARSE:
             raw.findings.left[name] = made
         else:
             raw.findings.unrecognised[name] = made
     # The node that repeats a parameter for every case sees each case's gradient, whatever becomes of the copies.
-    repeated = [find_spread(name, parameter, leaf, spread, **cases) for spread in spreads.values()]
+    repeated = [find_spread(name, parameter, leaf, spread, batch) for spread in spreads.values()]
     if repeated and (name in raw.weights or name in raw.vectors or name in raw.biases):
         raw.findings.unrecognised[name] = "repeated for several purposes"
     elif repeated:

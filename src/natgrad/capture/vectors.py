@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.cases import case_axis
+from natgrad.capture.cases import Batch
 from natgrad.capture.graph import Consumer, Graph, Spread, kind, output_shape, saved
 from natgrad.capture.layout import Layout
 from natgrad.capture.use import Found, Use
@@ -26,9 +26,7 @@ def find_vector(
     leaf: Node,
     consumer: Consumer,
     view: Tensor | None,
-    *,
-    cases: int | None,
-    wanted: int | None,
+    batch: Batch,
 ) -> Found | None:
     """The use of a parameter as a vector, where each case's gradient can be told; None otherwise."""
     if view is None:
@@ -38,11 +36,11 @@ def find_vector(
     if node_kind in _BATCH_NORMS or node_kind == "NativeGroupNorm":
         use = _channel_norm(name, parameter, consumer)
     elif node_kind in _ROW_NORMS:
-        use = _row_norm(name, parameter, consumer, cases, wanted)
+        use = _row_norm(name, parameter, consumer, batch)
     elif node_kind == "Repeat":
-        use = _repeated(name, parameter, consumer.node, cases)
+        use = _repeated(name, parameter, consumer.node, batch.cases)
     elif node_kind in ("Add", "Sub", "Mul", "PreluKernel"):
-        use = _broadcast(graph, name, parameter, consumer, view, cases, wanted)
+        use = _broadcast(graph, name, parameter, consumer, view, batch)
     return None if use is None else Found(consumer.node, leaf, use)
 
 
@@ -66,14 +64,14 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> Use | Non
     return Use(layout, Vector("norm gain", shape, (1,), 0, multiplier), names)
 
 
-def _row_norm(name: str, parameter: Tensor, consumer: Consumer, cases: int | None, wanted: int | None) -> Use | None:
+def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:
     """Layer and RMS norm: over the last axes. Where cases cannot be told apart, every row counts as one."""
     node = consumer.node
     shape, axes = output_shape(node), parameter.dim()
     leading = shape[: len(shape) - axes]
     if consumer.argument not in (1, 2) or tuple(parameter.shape) != shape[len(leading) :] or not leading:
         return None
-    axis = case_axis(leading, cases, wanted)
+    axis = batch.axis(leading)
     kept = tuple(range(len(leading), len(shape)))
     own_axis = axis if isinstance(axis, int) else None
     layout = _whole(name, parameter)
@@ -100,8 +98,7 @@ def _broadcast(
     parameter: Tensor,
     consumer: Consumer,
     view: Tensor,
-    cases: int | None,
-    wanted: int | None,
+    batch: Batch,
 ) -> Use | None:
     """x + w, x − w, x · w, and leaky slopes."""
     node = consumer.node
@@ -117,14 +114,12 @@ def _broadcast(
     elif kind(node) == "PreluKernel":
         names, multiplier = ("self",), vectors.negative_part
     word = "bias" if multiplier is None else "scale"
-    return _over(name, parameter, view, output_shape(node), word, cases, wanted, multiplier, names)
+    return _over(name, parameter, view, output_shape(node), word, batch, multiplier, names)
 
 
-def find_spread(
-    name: str, parameter: Tensor, leaf: Node, spread: Spread, *, cases: int | None, wanted: int | None
-) -> Found | None:
+def find_spread(name: str, parameter: Tensor, leaf: Node, spread: Spread, batch: Batch) -> Found | None:
     """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
-    use = _over(name, parameter, spread.view, output_shape(spread.node), "token", cases, wanted, None, ())
+    use = _over(name, parameter, spread.view, output_shape(spread.node), "token", batch, None, ())
     return None if use is None else Found(spread.node, leaf, use)
 
 
@@ -134,8 +129,7 @@ def _over(
     view: Tensor,
     shape: tuple[int, ...],
     word: str,
-    cases: int | None,
-    wanted: int | None,
+    batch: Batch,
     multiplier: Multiplier | None,
     names: tuple[str, ...],
 ) -> Use | None:
@@ -149,10 +143,11 @@ def _over(
         if size > 1 and stride != 0
     ]
     free = [axis for axis in range(len(shape)) if axis not in own]
-    axis = case_axis([shape[axis] for axis in free], cases, None)
-    if isinstance(axis, str) and wanted is not None and wanted in free and cases in (None, shape[wanted]):
-        axis = free.index(wanted)
-    if isinstance(axis, str) or (cases is None and wanted is None):
+    sizes = [shape[axis] for axis in free]
+    axis: int | str = batch.for_axis(None).axis(sizes)
+    if batch.wanted is not None and batch.wanted % len(shape) in free:
+        axis = batch.for_axis(free.index(batch.wanted % len(shape))).axis(sizes)
+    if isinstance(axis, str) or (batch.cases is None and batch.wanted is None):
         return None
     layout = _layout(name, parameter, view, [axis - missing for axis in own])
     if layout is None:
