@@ -79,6 +79,7 @@ FLATTENINGS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     "reshape, relu, dropout": (lambda x: functional.dropout(x.reshape(len(x), -1).tanh(), 0.5), (C, H * W)),
     "channels last": (lambda x: x.permute(0, 2, 3, 1).flatten(1), (H * W, C)),
     "channels last, reshape": (lambda x: x.permute(0, 2, 3, 1).reshape(len(x), -1), (H * W, C)),
+    "unsqueezed in between": (lambda x: x.flatten(1).unsqueeze(0).squeeze(0), (C, H * W)),
     "two flattenings": (lambda x: x.flatten(2).flatten(1), (C, H * W)),
 }
 
@@ -211,3 +212,9 @@ def test_a_checkpoint_keeps_three_factors_and_the_shared_bias_block() -> None:
     run(model, x, lambda out: out.square().mean())
     other.step()
     assert block_of(other, "fc.bias").straight.row is block_of(other, "fc.weight").straight.row
+
+
+def test_what_cannot_be_doubly_factored_says_so() -> None:
+    model, x = layer_after(lambda x: torch.flatten(x, 1)), torch.randn(N, C, H, W).double()
+    kfac = one_step(model, x, lambda out: out.square().mean(), doubly_factored=["conv.*"])
+    assert kfac.report()["conv.weight"].note.startswith("doubly_factored is for linear layers")

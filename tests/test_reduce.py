@@ -249,3 +249,17 @@ def test_a_batch_first_model_with_token_losses_and_time_major_rows() -> None:
         column = block_of(kfac, "attention.in_proj_weight").estimate().column[0]
         torch.testing.assert_close(column, a.mT @ a / B, **TIGHT)
         kfac.detach()
+
+
+def test_a_note_that_asks_for_a_batch_axis_is_heard_on_resuming() -> None:
+    torch.manual_seed(0)
+    model, x, y = TimeMajor().double(), torch.randn(T, T, 4).double(), torch.arange(T) % 2
+    loss = lambda out: functional.cross_entropy(out, y)  # noqa: E731
+    kfac = one_step(model, x, loss, sharing="reduce")
+    state = kfac.state_dict()
+    kfac.detach()
+    other = KFAC(model, kl_clip=None, sharing="reduce", batch_axis={"attention.*": 1}, factor_update_steps=1)
+    other.load_state_dict(state)
+    run(model, x, loss)
+    other.step()
+    assert block_of(other, "attention.in_proj_weight").form.reduced

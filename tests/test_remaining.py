@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -159,22 +160,123 @@ def test_keyword_inputs_and_random_numbers_are_no_obstacle() -> None:
     torch.testing.assert_close(block_of(kfac, "table").to_dense(), rows.mT @ rows / B, **TIGHT)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_dropout_and_stochastic_depth_run_case_by_case(inplace: bool) -> None:
-    class Random(Table):
-        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-            out = super().forward(x, scale=scale)
-            return out * torch.empty(1, 1).bernoulli_(0.5) if inplace else functional.dropout(out, 0.1)
+class Random(Table):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return functional.dropout(super().forward(x, scale=scale), 0.5)
 
+
+class Seeing(Table):
+    """Cases that see each other, as in batch norm without running statistics."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        hidden = super().forward(x, scale=scale)
+        return hidden - 0.9 * hidden.mean(0)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("kind", [Random, Seeing])
+def test_gradients_of_cases_that_do_not_add_up_are_not_used(kind: type[Table], fisher: str) -> None:
     torch.manual_seed(0)
-    model, x, y = Random().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
+    model, x, y = kind().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
     state = torch.get_rng_state()
-    kfac = one_step(model, x, lambda out: functional.cross_entropy(out, y))
-    assert kfac.report()["table"].block == "gradients of cases"
+    generator = torch.Generator().manual_seed(0)
+    kfac = one_step(model, x, lambda out: functional.cross_entropy(out, y), fisher=fisher, generator=generator)
+    line = kfac.report()["table"]
+    assert line.block == "gradient of the batch"
+    assert "do not add up to the batch's" in line.note
     after = torch.get_rng_state()
     torch.set_rng_state(state)
     run(model, x, lambda out: functional.cross_entropy(out, y))
     assert torch.equal(after, torch.get_rng_state())  # the user's random numbers are left alone
+
+
+def test_a_model_that_changes_its_mind_goes_on_with_the_batch() -> None:
+    """Found to add up at first, not any more in a later batch: one batch without statistics of it, then others."""
+    model, x, y = setup()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    run(model, x, lambda out: functional.cross_entropy(out, y))
+    kfac.step()
+    assert kfac.report()["table"].block == "gradients of cases"
+    model.__class__ = Seeing
+    for _ in range(2):
+        run(model, x, lambda out: functional.cross_entropy(out, y))
+        kfac.step()
+    assert kfac.report()["table"].block == "gradient of the batch"
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_running_the_model_again_leaves_no_trace(fisher: str) -> None:
+    class Storing(Table):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            self.last = super().forward(x, scale=scale)
+            self.calls = getattr(self, "calls", 0) + 1
+            self.history.append(self.last)
+            return self.last * 1.0
+
+    torch.manual_seed(0)
+    model, x, y = Storing().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
+    model.history = []
+    kfac = KFAC(model, kl_clip=None, fisher=fisher)
+    loss = functional.cross_entropy(model(x), y) + model.last.square().mean()
+    loss.backward()
+    kfac.step()
+    assert model.calls == 1
+    assert model.history == [model.last]
+    assert kfac.report()["table"].covered
+
+
+def test_outputs_that_others_are_computed_from_do_not_count_twice() -> None:
+    class Hidden(Table):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+            hidden = self.table[:3].exp() * x
+            return {"logits": self.head(hidden), "hidden": hidden}
+
+    torch.manual_seed(0)
+    model, x, y = Hidden().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
+    for fisher in ("empirical", "exact"):
+        kfac = one_step(model, x, lambda out: functional.cross_entropy(out["logits"], y), fisher=fisher)
+        truth = exact_fisher(model(x)["logits"], [model.table], "categorical", B)
+        if fisher == "empirical":
+            losses = functional.cross_entropy(model(x)["logits"], y, reduction="none")
+            rows = torch.stack([torch.autograd.grad(one, model.table, retain_graph=True)[0] for one in losses])
+            truth = rows.mT @ rows / B
+        assert kfac.report()["table"].block == "gradients of cases"
+        torch.testing.assert_close(block_of(kfac, "table").to_dense(), truth, **TIGHT)
+        kfac.detach()
+
+
+def test_outputs_without_the_parameter_and_wrapped_modules_are_no_obstacle() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.other = torch.compile(Table(), backend="eager"), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.other(x), self.inner(x)
+
+    torch.manual_seed(0)
+    model, x = Wrapped().double(), torch.randn(B, 3).double()
+    kfac = one_step(model, x, lambda out: out[0].square().mean() + out[1].square().mean())
+    assert kfac.report()["inner.table"].block == "gradients of cases"
+
+
+def test_why_not_case_by_case() -> None:
+    model, x, y = setup()
+    kfac = KFAC(model, kl_clip=None)
+    loss = functional.cross_entropy(model(x), y)
+    kfac.capture(loss, terms=B)
+    loss.backward()
+    kfac.step()
+    assert kfac.report()["table"].note.endswith("not case by case: the loss was captured by hand")
+
+
+def test_a_copy_of_an_armed_recurrent_model_runs_as_ever() -> None:
+    model = Recurrent(nn.LSTM)
+    kfac = KFAC(model, kl_clip=None)
+    twin = copy.deepcopy(model)
+    fused = names_in_graph(Recurrent(nn.LSTM)(torch.randn(B, 3, 4)).sum())
+    assert names_in_graph(twin(torch.randn(B, 3, 4)).sum()) == fused
+    kfac.detach()
 
 
 def test_a_model_without_any_recognised_use() -> None:

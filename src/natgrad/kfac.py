@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from natgrad import checkpoint
+from natgrad.aside import draw_cases, run_aside, take_cases
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture import outputs
@@ -35,7 +36,6 @@ from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
 from natgrad.report import NOT_YET, Report, build_report
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
-from natgrad.statistics.part import draw_cases, run_aside, take_cases
 from natgrad.statistics.predictive import Predictive, checked_predictive
 from natgrad.window import FISHERS, Window
 
@@ -148,6 +148,8 @@ class KFAC:
                 "stats_fraction needs fisher='sampled' or 'exact', which run a pass of their own; the empirical Fisher "
                 "listens to yours"
             )
+        if stats_fraction < 1 and isinstance(batch_axis, int) and batch_axis != 0:
+            raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
         refuse_several_ranks(model)
         self._parameters = named_parameters(model)
@@ -170,7 +172,7 @@ class KFAC:
         self._metrics = Metrics()
         self._warner = Warner()
         self._watch = Watch(model, self, KFAC._observe, unfuse=unfuse_recurrent)
-        self._fallback = Fallback(self._model, attached_tensors, fallback, PER_CASE_ELEMENTS)
+        self._fallback = Fallback(self._model, fallback, PER_CASE_ELEMENTS)
         self._fraction = stats_fraction
         # The targets of the batch, for predictives that must know which of its predictions count; see `Categorical`.
         self.targets: Any = None
@@ -366,7 +368,7 @@ class KFAC:
                 "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
                 "before loss.backward()"
             )
-        window.finish()
+        complete = window.finish()
         missing = [
             block.names[0]
             for block in window.without_statistics()
@@ -376,14 +378,16 @@ class KFAC:
             raise RuntimeError(
                 f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
                 "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
-                "parameter to the optimizer"
+                "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
+                "the loss looks at?"
             )
         refused = window.commit(self._decay.at(step))
         self._metrics.rejected_statistics += refused
         self._refused = refused
         self._watch.disarm()
-        self._factors_at = step
+        self._factors_at = step if complete else None
         self._stale = True
+        self.targets = None  # the next batch has its own
         return True
 
     def _arm_if_due(self) -> None:

@@ -19,10 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.registry import Tap
+from natgrad.capture.form import USES
 from natgrad.capture.graph import saved
 from natgrad.capture.use import Found, Use
 from natgrad.remaining import Remaining
+from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predictive import Derivative
+from natgrad.statistics.vectors import Vector
+
+_NOTHING = torch.empty(0)
 
 
 class Owner(Protocol):
@@ -75,12 +80,15 @@ class Pass:
         self._group = GraphExecGroup()
         self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
+        # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
+        self._first_use = _several_uses(self.uses)
+        self._summed: dict[int, Tensor] = {}
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
     def listen(self, found: Iterable[Found], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
         """Empirical: takes each pair when the user's backward reaches its node, once. `leaves` belong to the
-        parameters without a recognised use.
+        parameters without a recognised use, for which the derivatives of `roots` are kept.
         """
         for number, one in enumerate(found):
             self.handles.append(one.node.register_prehook(self._listener(number, one.leaf)))
@@ -89,8 +97,8 @@ class Pass:
         for number, root in enumerate(roots):
             assert root.grad_fn is not None, "roots are attached"
             self.handles.append(root.grad_fn.register_prehook(self._root_listener(number, root.output_nr, leaves)))
-        for number, name in self._remaining.by_batch:
-            handle = self._remaining.parameter(name).register_hook(_gradient_listener(weakref.ref(self), number))
+        for number, parameter in enumerate(self._remaining.parameters.values()):
+            handle = parameter.register_hook(_gradient_listener(weakref.ref(self), number))
             weakref.finalize(self, handle.remove)  # a parameter outlives the graph
             self.handles.append(handle)
 
@@ -98,14 +106,16 @@ class Pass:
         def hook(derivatives: tuple[Tensor, ...]) -> None:
             if derivatives[output] is not None and any(map(_differentiates, leaves)):
                 self._begin()
-                if self._remaining.by_case:
-                    self._remaining.derivatives.setdefault(number, derivatives[output].detach())
+                self._remaining.derivatives.setdefault(number, derivatives[output].detach())
 
         return hook
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
-        """Takes in a batch's whole gradient, where nothing else is known; only of the backward that counts."""
+        """Takes in a parameter's whole gradient, of the backward that counts: all that is known, or a check."""
         if self._taps is None or self.task != torch._C._current_graph_task_id():
+            return
+        if self._remaining.is_by_case(number):
+            self._remaining.totals.setdefault(number, gradient.detach().clone())
             return
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
@@ -113,14 +123,17 @@ class Pass:
                 self._add(tap, gradient.detach().reshape(1, -1), ())
 
     def finish(self) -> None:
-        """Runs the model case by case for what the backward has left to do."""
-        if self._taps is None or not self._remaining.derivatives:
+        """Does what the backward has left to do: vectors with several uses, and the model case by case."""
+        if self._taps is None:
             return
-        known = self._remaining.derivatives
-        derivatives = [known.get(number) for number in range(max(known) + 1)]
-        for number, gradients in self._remaining.gradients_of_cases(derivatives):
+        for number, gradients in self._summed.items():
             with _undisturbed(gradients.device):
-                self._add(self._taps[self._first_rest + number], gradients, ())
+                self._add_rows(self._taps[number], gradients)
+        self._summed.clear()
+        if self._remaining.derivatives:
+            for number, gradients in self._remaining.rows_that_arrived():
+                with _undisturbed(gradients.device):
+                    self._add(self._taps[self._first_rest + number], gradients, ())
 
     def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
         done = False
@@ -137,7 +150,11 @@ class Pass:
                 self._owner.half()
             tap = self._begin()[number]
             with _undisturbed(derivatives[0].device):
-                self._add(tap, derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use))
+                derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use)
+                if number in self._first_use:
+                    self._sum(self._first_use[number], tap.use, derivative, saved, self._summed)
+                else:
+                    self._add(tap, derivative, saved)
 
         return hook
 
@@ -168,6 +185,19 @@ class Pass:
             moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
             sides[0].add(moment.mul_(self.terms**2), rows)
 
+    def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:
+        assert isinstance(use.operation, Vector), "only vectors are summed over their uses"
+        gradients = use.operation.gradients(derivative, saved)
+        into[first] = gradients if first not in into else into[first] + gradients
+
+    def _add_rows(self, tap: Tap, gradients: Tensor) -> None:
+        """Takes in a vector's gradients, case by case."""
+        row = tap.orientation.row
+        tap.orientation.add_rows(gradients.shape[0])
+        if self._needs(row, shared=tap.shared[0]):
+            moment = second_moment(gradients[None], diagonal=row.diagonal)
+            row.add(moment.mul_(self.terms**2), gradients.shape[0])
+
     def differentiate(
         self,
         found: Sequence[Found],
@@ -176,42 +206,50 @@ class Pass:
         anchors: Iterable[Node],
     ) -> None:
         """Sampled, exact: backward passes of our own; they count when the user's backward comes by `anchors`."""
-        others = self._remaining.inputs(roots)
-        edges: list[Any] = [*(GradientEdge(one.node, 0) for one in found), *others]
-        outputs: dict[int, Tensor] = {}
+        parameters = list(self._remaining.parameters.values())
+        inner = list(roots) if parameters else []
+        edges: list[Any] = [*(GradientEdge(one.node, 0) for one in found), *inner, *parameters]
+        moments: dict[int, Tensor] = {}
         kept: dict[int, Sequence[Tensor]] = {}
         rows: dict[int, int | Tensor] = {}
 
-        def add(number: int, use: Use, derivative: Tensor, saved: Sequence[Tensor]) -> None:
-            rows[number] = use.operation.rows(saved, derivative) if number not in rows else rows[number]
-            moment = use.operation.output_factor(derivative, saved, diagonal=self._diagonals(use)[0])
-            outputs[number] = moment if number not in outputs else outputs[number].add_(moment)
+        def add(number: int, moment: Tensor) -> None:
+            moments[number] = moment if number not in moments else moments[number].add_(moment)
 
         for derivative in derivatives:
             grads = torch.autograd.grad(
                 derivative.roots, edges, derivative.gradients, retain_graph=True, allow_unused=True
             )
+            summed: dict[int, Tensor] = {}
             for number, (one, grad) in enumerate(zip(found, grads, strict=False)):
                 if grad is None:
                     continue
+                use = one.use
                 with _undisturbed(grad.device):
                     if number not in kept:
-                        saved = self._read(one.node, one.use)
-                        self._keep_inputs(number, saved, one.use.operation.rows(saved, grad))
+                        saved = self._read(one.node, use)
+                        rows[number] = use.operation.rows(saved, grad)
+                        if self._first_use.get(number, number) == number:
+                            self._keep_inputs(number, saved, rows[number])
                         # Only what the output side looks at is kept alive.
                         small = tuple(tensor.new_empty(0) for tensor in saved)
-                        rows[number] = one.use.operation.rows(saved, grad)
-                        kept[number] = saved if one.use.operation.keeps_saved else small
-                    add(number, one.use, grad, kept[number])
-            if others:
-                with _undisturbed(derivative.roots[0].device):
-                    for index, gradients in self._remaining.gradients(grads[len(found) :]):
-                        number = len(found) + index
-                        add(number, self.uses[number], gradients, ())
-        for number in range(len(found), len(self.uses)):
-            if number in rows:
+                        kept[number] = saved if use.operation.keeps_saved else small
+                    if number in self._first_use:
+                        self._sum(self._first_use[number], use, grad, kept[number], summed)
+                    else:
+                        diagonal = self._diagonals(use)[0]
+                        add(number, use.operation.output_factor(grad, kept[number], diagonal=diagonal))
+            if parameters:
+                ends = len(found), len(found) + len(inner)
+                for index, gradients in self._remaining.rows(grads[ends[0] : ends[1]], grads[ends[1] :]):
+                    summed[len(found) + index] = gradients
+            for number, gradients in summed.items():
+                with _undisturbed(gradients.device):
+                    rows.setdefault(number, gradients.shape[0])
+                    add(number, second_moment(gradients[None], diagonal=self._diagonals(self.uses[number])[0]))
+        for number, moment in moments.items():
+            if number not in kept:
                 self._keep_inputs(number, (), rows[number])
-        for number, moment in outputs.items():
             self._keep_output(number, moment, rows[number])
         nodes = dict.fromkeys([*anchors, *(one.node for one in found)])
         self.handles += [node.register_prehook(lambda _: self._count()) for node in nodes]
@@ -245,12 +283,26 @@ class Pass:
                 deliver(taps)
 
     def _read(self, node: Node, use: Use) -> tuple[Tensor, ...]:
+        if use.given:
+            return use.given
         if not use.packed:
             return tuple(saved(node, name).detach() for name in use.saved)
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._group:
             return tuple(saved(node, name).detach() for name in use.saved)
+
+
+def _several_uses(uses: Sequence[Use]) -> dict[int, int]:
+    """The uses of vectors that have several in this pass, each with the number of the first; of those whose cases are
+    told apart, so that their rows are the same.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, use in enumerate(uses):
+        if isinstance(use.operation, Vector) and use.operation.case_axis is not None and use.form.source == USES:
+            groups.setdefault(use.weight.label, []).append(number)
+    alike = [g for g in groups.values() if len({uses[n].operation.rows((), _NOTHING) for n in g}) == 1]
+    return {number: group[0] for group in alike if len(group) > 1 for number in group}
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:

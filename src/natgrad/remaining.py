@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +11,13 @@ from torch import Tensor, nn
 from natgrad.capture import layout as layouts
 from natgrad.capture.form import BATCH, PER_CASE, Form
 from natgrad.capture.use import Use
-from natgrad.statistics.per_case import NotByCaseError, per_case_gradients
+from natgrad.per_case import Call, NotByCaseError, add_up, per_case_gradients
 from natgrad.statistics.vectors import Vector
 
 FALLBACKS = ("per-case", "batch", "optimizer")
 # Larger parameters would need too much memory with one gradient a case.
 PER_CASE_ELEMENTS = 2**16
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the model: its arguments and the number of cases in them. Holds no output, which would hold the
-    graph.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    cases: int | None
+_DIFFERS = "its cases' gradients do not add up to the batch's: cases see each other, or it draws random numbers"
 
 
 @dataclass
@@ -36,7 +25,6 @@ class Fallback:
     """How far to go for such parameters; shared by all passes. While `busy` the model runs unobserved."""
 
     model: nn.Module
-    select: Callable[[Any], Sequence[Tensor]]
     how: str
     limit: int
     busy: bool = False
@@ -44,38 +32,62 @@ class Fallback:
     refused: str = ""  # why the model could not be run case by case
 
     def uses(
-        self, names: Mapping[str, str], parameters: Mapping[str, Tensor], call: Call | None, roots: Sequence[Tensor]
+        self,
+        names: Mapping[str, str],
+        parameters: Mapping[str, Tensor],
+        call: Call | str,
+        roots: Sequence[Tensor],
     ) -> list[Use]:
-        """A use of each named parameter; the names come with the reason why there is no better one."""
+        """A use of each named parameter; the names come with the reason why there is no better one.
+
+        `call` is how the model was called, or why that is of no use.
+        """
         small = {name: parameters[name] for name in names if parameters[name].numel() <= self.limit}
-        possible = self.how == "per-case" and call is not None and call.cases is not None
-        if possible and small and not self.tried and call is not None:
+        if self.how == "per-case" and small and isinstance(call, Call) and not self.tried:
             self.tried = True
-            self.gradients(small, call, [torch.zeros_like(root) for root in roots])
+            self._try(small, call, roots)
         result = []
         for name, reason in names.items():
-            if possible and name in small and not self.refused and call is not None and call.cases is not None:
+            if self.how == "per-case" and name in small and isinstance(call, Call) and not self.refused:
                 result.append(_use(name, parameters[name], PER_CASE, call.cases, reason))
-            else:
-                why = f"{reason}; {self.refused}" if name in small and self.refused else reason
-                result.append(_use(name, parameters[name], BATCH, 1, why))
+                continue
+            why = ""
+            if self.how == "per-case":
+                why = call if isinstance(call, str) else self.refused if name in small else "too large"
+            result.append(
+                _use(name, parameters[name], BATCH, 1, f"{reason}; not case by case: {why}" if why else reason)
+            )
         return result
 
+    def _try(self, parameters: Mapping[str, Tensor], call: Call, roots: Sequence[Tensor]) -> None:
+        """Finds out, once, whether cases' gradients can be had and add up, with derivatives drawn at random."""
+        draw = torch.Generator(roots[0].device).manual_seed(0)
+        given = [torch.randn(r.shape, dtype=r.dtype, device=r.device, generator=draw) for r in roots]
+        totals = torch.autograd.grad(roots, list(parameters.values()), given, retain_graph=True, allow_unused=True)
+        self.gradients(parameters, call, given, dict(zip(parameters, totals, strict=True)))
+
     def gradients(
-        self, parameters: Mapping[str, Tensor], call: Call, derivatives: Sequence[Tensor | None]
+        self,
+        parameters: Mapping[str, Tensor],
+        call: Call,
+        derivatives: Sequence[Tensor | None],
+        totals: Mapping[str, Tensor | None],
     ) -> dict[str, Tensor]:
-        """Each case's gradient; nothing from now on where the model does not allow it."""
-        if self.refused or call.cases is None or all(derivative is None for derivative in derivatives):
+        """Each case's gradient; nothing from now on where the model does not allow it, or they are not right."""
+        if self.refused or all(derivative is None for derivative in derivatives):
             return {}
         self.busy = True
         try:
-            inputs = (call.arguments, call.keywords)
-            return per_case_gradients(self.model, parameters, inputs, self.select, derivatives, call.cases)
+            found = per_case_gradients(self.model, parameters, call, derivatives)
         except NotByCaseError as error:
-            self.refused = f"not case by case: {error}"
+            self.refused = str(error)
             return {}
         finally:
             self.busy = False
+        if not all(add_up(gradients, totals[name]) for name, gradients in found.items()):
+            self.refused = _DIFFERS
+            return {}
+        return found
 
 
 def _use(name: str, parameter: Tensor, source: str, rows: int, note: str) -> Use:
@@ -89,39 +101,43 @@ class Remaining:
     """The fallback parameters of one pass, in the order of its uses."""
 
     def __init__(
-        self, fallback: Fallback, uses: Sequence[Use], parameters: Mapping[str, Tensor], call: Call | None
+        self, fallback: Fallback, uses: Sequence[Use], parameters: Mapping[str, Tensor], call: Call | str
     ) -> None:
         self.uses = uses
+        self.parameters = {use.weight.name: parameters[use.weight.name] for use in uses}
         self._fallback = fallback
         self._call = call
-        self.by_case = [(number, use.weight.name) for number, use in enumerate(uses) if use.form.source == PER_CASE]
-        self.by_batch = [(number, use.weight.name) for number, use in enumerate(uses) if use.form.source == BATCH]
-        self._parameters = {use.weight.name: parameters[use.weight.name] for use in uses}
-        # The outputs' derivatives, as the user's backward brings them.
+        self._by_case = {number for number, use in enumerate(uses) if use.form.source == PER_CASE}
+        # The outputs' derivatives and the parameters' gradients, as the user's backward brings them.
         self.derivatives: dict[int, Tensor] = {}
+        self.totals: dict[int, Tensor] = {}
 
-    def inputs(self, roots: Sequence[Tensor]) -> list[Tensor]:
-        """What `gradients` wants the gradients of: outputs, and parameters of which the batch's gradient must do."""
-        return [*(roots if self.by_case else ()), *(self._parameters[name] for _, name in self.by_batch)]
+    def is_by_case(self, number: int) -> bool:
+        """Whether a use's cases are told apart."""
+        return number in self._by_case
 
-    def parameter(self, name: str) -> Tensor:
-        """The parameter under a name."""
-        return self._parameters[name]
+    def rows(
+        self, derivatives: Sequence[Tensor | None], totals: Sequence[Tensor | None]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The rows (R, elements) of each use, from the outputs' derivatives and the parameters' gradients."""
+        for number, total in enumerate(totals):
+            if number not in self._by_case and total is not None:
+                yield number, total.detach().reshape(1, -1)
+        yield from self._rows_of_cases(derivatives, totals)
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-        """The rows (R, elements) of each use, from the gradients of `inputs`."""
-        outputs = len(grads) - len(self.by_batch)
-        for (number, _), grad in zip(self.by_batch, grads[outputs:], strict=True):
-            if grad is not None:
-                yield number, grad.detach().reshape(1, -1)
-        yield from self.gradients_of_cases(grads[:outputs])
+    def rows_that_arrived(self) -> Iterator[tuple[int, Tensor]]:
+        """The rows of the uses whose cases are told apart, after the user's backward."""
+        if self._by_case and isinstance(self._call, Call):
+            derivatives = [self.derivatives.get(number) for number in range(len(self._call.positions))]
+            yield from self._rows_of_cases(derivatives, [self.totals.get(n) for n in range(len(self.uses))])
 
-    def gradients_of_cases(self, derivatives: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-        """The rows of the uses whose cases are told apart."""
-        if self._call is None or not self.by_case:
+    def _rows_of_cases(
+        self, derivatives: Sequence[Tensor | None], totals: Sequence[Tensor | None]
+    ) -> Iterator[tuple[int, Tensor]]:
+        if not self._by_case or not isinstance(self._call, Call):
             return
-        wanted = {name: self._parameters[name] for _, name in self.by_case}
-        found = self._fallback.gradients(wanted, self._call, derivatives)
-        for number, name in self.by_case:
-            if name in found:
-                yield number, found[name].flatten(1)
+        names = {self.uses[number].weight.name: number for number in sorted(self._by_case)}
+        wanted = {name: self.parameters[name] for name in names}
+        own = {name: totals[number] for name, number in names.items()}
+        for name, gradients in self._fallback.gradients(wanted, self._call, derivatives, own).items():
+            yield names[name], gradients.reshape(gradients.shape[0], -1)

@@ -22,9 +22,11 @@ from natgrad.capture.form import PER_CASE, USES
 from natgrad.capture.graph import Graph, marks
 from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
+from natgrad.capture.watch import Inputs
 from natgrad.passes import Pass
-from natgrad.remaining import Call, Fallback, Remaining
-from natgrad.statistics.predictive import Predicted, Predictive, asks_more, count_predictions, predicted
+from natgrad.per_case import Call
+from natgrad.remaining import Fallback, Remaining
+from natgrad.statistics.predictive import Predicted, Predictive, Several, asks_more, count_predictions, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
@@ -73,7 +75,7 @@ class Window:
         own_terms: float | None = None,
         step_terms: float | None = None,
         targets: Tensor | None = None,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        inputs: Inputs | None = None,
         anchors: Iterable[Node] | None = None,
         by_hand: bool = False,
     ) -> Findings | None:
@@ -84,7 +86,9 @@ class Window:
         makes the pass count, where they are not the output's own.
         """
         prediction = outputs.prediction(output)
-        distribution = self._distribution(output, prediction, targets)
+        distribution = None
+        if self.fisher != "empirical" or (own_terms is None and step_terms is None):
+            distribution = self._distribution(output, prediction, targets)
         if self.fisher != "empirical":
             assert distribution is not None, "without one, an error has been raised"
             terms, how = distribution.terms, OWN
@@ -109,10 +113,10 @@ class Window:
         findings = find_uses(graph, candidates, choices=self._choices, batch=batch, known=self.registry.forms())
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
-        # Only what has its cases along the first axis can be run case by case.
-        first = self._choices.batch_axis.get("*", 0) == 0
-        call = Call(*inputs, batch.cases) if inputs is not None and first else None
-        remaining = self._remaining(graph, findings, parameters, call, roots)
+        # An output from which others are computed has their derivatives too: only the last ones are looked at.
+        last = [root for root in roots if root.grad_fn is not None and not graph.consumers[root.grad_fn]]
+        call = self._call(output, last, inputs, batch.cases)
+        remaining = self._remaining(graph, findings, parameters, call, last)
         findings.remaining = len(remaining.uses)
         if not found and not remaining.uses:
             return findings
@@ -134,25 +138,42 @@ class Window:
         if by_hand:
             self._by_hand.add(current)
         if self.fisher == "empirical" or distribution is None:
-            current.listen(found, roots, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses])
+            current.listen(found, last, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses])
         else:
             sampled = self.fisher == "sampled"
             derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
-            current.differentiate(found, derivatives, roots, graph.roots if anchors is None else anchors)
+            current.differentiate(found, derivatives, last, graph.roots if anchors is None else anchors)
         return findings
 
     def _distribution(self, output: Any, prediction: Tensor | None, targets: Tensor | None) -> Predicted | None:
         """What the output stands for; for the empirical Fisher only where more than its shape is asked for."""
         if self.fisher == "empirical" and not asks_more(self.predictive):
             return None
-        return predicted(self.predictive, output, prediction, targets)
+        made = predicted(self.predictive, output, prediction, targets)
+        if self.fisher == "empirical" and isinstance(made, Several) and not made.of_equal_terms():
+            raise ValueError(
+                "the heads have different numbers of terms, and the empirical Fisher knows one N for the whole loss: "
+                "use fisher='sampled', or pass loss_terms="
+            )
+        return made
+
+    def _call(self, output: Any, roots: list[Tensor], inputs: Inputs | None, cases: int | None) -> Call | str:
+        """How the model can be run case by case, or why not."""
+        if inputs is None:
+            return "the loss was captured by hand"
+        if cases is None or not roots:
+            return "the number of cases is not known"
+        if self._choices.batch_axis.get("*", 0) != 0:
+            return "its cases are not along the first axis"
+        places = {id(tensor): place for place, tensor in enumerate(outputs.tensors(output))}
+        return Call(*inputs, cases, tuple(places[id(root)] for root in roots))
 
     def _remaining(
         self,
         graph: Graph,
         findings: Findings,
         parameters: Mapping[str, Tensor],
-        call: Call | None,
+        call: Call | str,
         roots: list[Tensor],
     ) -> Remaining:
         """The parameters without a recognised use, now or in an earlier pass, that this graph holds."""
@@ -251,10 +272,14 @@ class Window:
         # What a connected pass goes on from has counted too, unless no gradient got there.
         return sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
 
-    def finish(self) -> None:
-        """Does what is left to do once the backward passes are over."""
+    def finish(self) -> bool:
+        """Does what is left to do once the backward passes are over; False where some of it could not be done and is
+        better tried with the next batch.
+        """
+        before = self._fallback.refused
         for current in self._counted:
             current.finish()
+        return self._fallback.refused == before
 
     def commit(self, decay: float) -> Tensor:
         """Moves the running averages of every block that was used.

@@ -390,3 +390,72 @@ def test_large_sides_get_a_diagonal_factor() -> None:
     torch.testing.assert_close(kfac.blocks[0].to_dense(), expected, **TIGHT)
     check_dense_solve(kfac, before, after)
     assert "G 5 diagonal" in str(kfac.report())
+
+
+def test_a_shared_factor_is_not_filled_by_a_pass_that_not_all_of_its_layers_are_part_of() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.both = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.a(x)
+            return result + self.b(x).tanh() if self.both else result
+
+    torch.manual_seed(0)
+    model, x = Sometimes().double(), torch.randn(N, 3, dtype=torch.float64)
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    model(x).square().sum().backward()
+    kfac.step()
+    model.zero_grad()
+    model.both = False
+    model(10 * x).square().sum().backward()
+    kfac.step()
+    b = next(block for block in kfac.blocks if block.key == "b.weight")
+    torch.testing.assert_close(b.estimate().column[0], x.mT @ x / N, **TIGHT)
+
+
+@pytest.mark.parametrize("leading", [True, False])
+def test_positions_looked_up_once_for_all_cases_are_seen_case_by_case(leading: bool) -> None:
+    """x + emb(arange(T)), as Hugging Face's GPT-2 does: the derivative at the look-up is summed over the batch."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.place, self.head = nn.Embedding(9, 3), nn.Embedding(5, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = torch.arange(x.shape[1])
+            result: Tensor = self.head(self.tokens(x) + self.place(index[None] if leading else index))
+            return result
+
+    torch.manual_seed(0)
+    model, x = Positions().double(), torch.randint(0, 9, (N, 4))
+    weights = torch.randn(N, 4, 2, dtype=torch.float64)
+    kfac = one_step(model, x, lambda out: (out * weights).sum() / (4 * N))
+    g = (weights @ model.head.weight.detach()).reshape(-1, 3)
+    estimate = next(block for block in kfac.blocks if block.key == "place.weight").estimate()
+    torch.testing.assert_close(estimate.row[0], g.mT @ g / (4 * N), **TIGHT)
+    torch.testing.assert_close(estimate.column[0].double(), torch.tensor([0.25] * 4 + [0.0]).double())
+    torch.testing.assert_close(float(estimate.scale[0]), 1.0)
+
+
+def test_elements_outside_the_covered_slices_get_no_raw_gradient() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.rows = nn.Parameter(torch.randn(4, 3, dtype=torch.float64)), 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.w[: self.rows])
+
+    torch.manual_seed(0)
+    model, x = Growing(), torch.randn(N, 3, dtype=torch.float64)
+    kfac = KFAC(model, kl_clip=None)
+    for rows in (2, 4):
+        model.rows = rows
+        model.zero_grad()
+        model(x).square().sum().backward()
+        kfac.step()
+    assert model.w.grad[:2].abs().min() > 0
+    assert not model.w.grad[2:].any()

@@ -32,7 +32,7 @@ class Vector(nn.Module):
 def setup(make: Callable[[Tensor], Any] = lambda out: out, *, tokens: bool = False) -> tuple[Vector, Tensor]:
     torch.manual_seed(0)
     shape = (B, T, 2) if tokens else (B, 2)
-    return Vector(make).double(), torch.randn(shape).double()
+    return Vector(make).double(), torch.randn(shape).double().requires_grad_()
 
 
 def exact_block(model: Vector, x: Tensor, predictive: Any, targets: Any = None) -> Tensor:
@@ -126,13 +126,17 @@ def learned_truth(model: Vector, x: Tensor) -> Tensor:
 
 
 def test_a_learned_variance_has_a_fisher_of_its_own() -> None:
-    model, x = setup(learned)
+    for variance in (learned, lambda out: (out.sin(), out.exp().sum(-1)), lambda out: (out.sin(), out.exp()[:, :1])):
+        model, x = setup(variance)
+        if variance is learned:
+            break
+        exact_block(model, x, Gaussian("learned"))  # one a case, as nn.GaussianNLLLoss takes it
     torch.testing.assert_close(exact_block(model, x, Gaussian("learned")), learned_truth(model, x), **TIGHT)
 
 
 def test_heads_add_up_with_their_own_numbers_of_terms() -> None:
     """One prediction a case, and one a token: the loss is the sum of two means."""
-    model, x = setup(lambda out: {"class": out.sum(1), "tokens": out, "other": out.exp()}, tokens=True)
+    model, x = setup(lambda out: {"class": out.sum(1), "tokens": out.sin(), "other": out.exp()}, tokens=True)
     truth = exact_fisher(model(x)["class"], [model.vector], "categorical", B)
     truth = truth + exact_fisher(model(x)["tokens"], [model.vector], "gaussian", B * T) / 2.0
     found = exact_block(model, x, {"class": "categorical", "tokens": Gaussian(2.0)})
@@ -140,12 +144,40 @@ def test_heads_add_up_with_their_own_numbers_of_terms() -> None:
 
 
 def test_heads_have_their_own_targets() -> None:
-    model, x = setup(lambda out: {"a": out, "b": out.sin()})
+    model, x = setup(lambda out: {"a": out.cos(), "b": out.sin()})
     targets = torch.tensor([0, 1, 2, 9])
     truth = exact_fisher(model(x)["a"][:3], [model.vector], "categorical", 3)
     truth = truth + exact_fisher(model(x)["b"], [model.vector], "bernoulli", B)
     found = exact_block(model, x, {"a": Categorical(ignore_index=9), "b": "bernoulli"}, {"a": targets})
     torch.testing.assert_close(found, truth, **TIGHT)
+
+
+def test_a_head_without_targets_that_count_has_no_part() -> None:
+    model, x = setup(lambda out: {"a": out.sin(), "b": out.cos()})
+    truth = exact_fisher(model(x)["b"], [model.vector], "bernoulli", B)
+    ignored = torch.full((B,), -100)
+    found = exact_block(model, x, {"a": Categorical(ignore_index=-100), "b": "bernoulli"}, {"a": ignored})
+    torch.testing.assert_close(found, truth, **TIGHT)
+
+
+def test_the_empirical_fisher_of_heads_with_different_terms_says_so() -> None:
+    model, x = setup(lambda out: {"class": out.sin().sum(1), "tokens": out.cos()}, tokens=True)
+    _kept = KFAC(model, kl_clip=None, predictive={"class": "categorical", "tokens": "bernoulli"})
+    with pytest.raises(ValueError, match="heads have different numbers of terms"):
+        model(x)
+
+
+def test_targets_that_are_no_class_do_not_count_and_targets_are_for_one_step() -> None:
+    model, x = setup()
+    targets, weights = torch.tensor([0, -100, 1, 2]), torch.ones(K).double()
+    truth = exact_fisher(model(x)[targets >= 0], [model.vector], "categorical", 3)
+    torch.testing.assert_close(exact_block(model, x, Categorical(label_weights=weights), targets), truth, **TIGHT)
+    kfac = KFAC(model, kl_clip=None, fisher="exact", predictive=Categorical(ignore_index=0), factor_update_steps=1)
+    kfac.targets = targets
+    model(x).sum().backward()
+    kfac.step()
+    with pytest.raises(ValueError, match="they are missing"):
+        model(x)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +186,7 @@ def test_heads_have_their_own_targets() -> None:
         (lambda out: out, Categorical(ignore_index=0), torch.tensor([0, 1, 2, 1])),
         (lambda out: out, Gaussian(0.25), None),
         (learned, Gaussian("learned"), None),
-        (lambda out: {"a": out, "b": out.sin()}, {"a": "categorical", "b": "bernoulli"}, None),
+        (lambda out: {"a": out.cos(), "b": out.sin()}, {"a": "categorical", "b": "bernoulli"}, None),
     ],
 )
 def test_sampled_fishers_converge_to_the_exact_ones(make: Any, predictive: Any, targets: Tensor | None) -> None:

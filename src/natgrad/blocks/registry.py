@@ -169,8 +169,8 @@ class Registry:
             for factor, blocks in holders.items():
                 used = [by_key[block.key] for block in blocks if block.key in by_key]
                 numbers = {_share_number(use, side) for uses in used for use in uses}
-                single = all(len(uses) == 1 for uses in used)
-                if len(blocks) > 1 and used and not (single and len(numbers) == 1 and None not in numbers):
+                together = len(used) == len(blocks) and all(len(uses) == 1 for uses in used)
+                if len(blocks) > 1 and used and not (together and len(numbers) == 1 and None not in numbers):
                     for block in blocks[1:]:
                         block.straight.sides[side] = factor.copy()
                     self.version += 1

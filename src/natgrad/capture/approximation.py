@@ -33,8 +33,11 @@ def doubly_factored(name: str, uses: list[Found], choices: Choices, known: Mappi
         and one.use.weight.box is None
         for one in uses
     )
-    if not plain or (asked is None and (limit is None or inputs <= limit)):
+    if asked is None and (limit is None or inputs <= limit):
         return uses
+    if not plain:
+        note = "doubly_factored is for linear layers that are used whole and in one orientation"
+        return uses if asked is None else [_formed(one, replace(one.use.form, note=note)) for one in uses]
     if asked:
         if math.prod(asked) != inputs:
             raise ValueError(f"doubly_factored: {name} has {inputs} inputs, which are no feature map of shape {asked}")
@@ -72,18 +75,16 @@ def with_forms(
         plain = [_formed(one, replace(one.use.form, columns=one.use.column_sizes(), note=note)) for one in group]
         if not choices.reduces(group[0].use.weight.name) or _always_expands(group):
             result += plain
-        elif before is not None and before.note.startswith(_EXPANDED):
-            # Once told apart by rows only, always: their statistics don't mix with those of whole cases.
-            result += [_formed(one, replace(one.use.form, note=before.note)) for one in plain]
         else:
+            own = batch.for_axis(choices.axis_of(group[0].use.weight.name))
             axis = None if before is None else before.case_axis
-            reduced = [
-                _reduced(graph, one, batch.for_axis(choices.axis_of(one.use.weight.name)), axis) for one in plain
-            ]
-            reasons = [one for one in reduced if isinstance(one, str)]
+            reduced = [_reduced(graph, one, own, axis) for one in plain]
+            reasons = [f"{_EXPANDED}{one}" for one in reduced if isinstance(one, str)]
+            if before is not None and before.note.startswith(_EXPANDED) and own.wanted is None:
+                # Guessed to be untold before: their statistics don't mix with those of whole cases.
+                reasons = [before.note]
             if reasons:
-                note = f"{_EXPANDED}{reasons[0]}"
-                result += [_formed(one, replace(one.use.form, note=note)) for one in plain]
+                result += [_formed(one, replace(one.use.form, note=reasons[0])) for one in plain]
             else:
                 result += [one for one in reduced if isinstance(one, Found)]
     return result

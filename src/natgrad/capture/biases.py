@@ -18,7 +18,7 @@ from natgrad.capture.layout import Layout
 from natgrad.capture.products import plain_scale
 from natgrad.capture.use import Found, Use
 from natgrad.statistics.operations import Convolution, Product
-from natgrad.statistics.vectors import Vector
+from natgrad.statistics.vectors import Place, Vector
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,21 @@ def with_biases(
 
 def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batch: Batch) -> Found:
     """A bias with a block of its own: added to a product whose weight has another bias, none, or two input factors."""
-    node = bias.node
-    shape = output_shape(node)
+    node, part = bias.node, bias.layout
+    shape, count = output_shape(node), math.prod(part.parameter_shape)
+    whole = layouts.whole(part.name, part.parameter_shape, part.parameter_shape, "r")
+    place = None if part.box is None else Place((count,), part.box)
     if kind(node) == "Convolution":
-        return Found(node, leaf, Use(bias.layout, Vector("bias", shape, (1,), 0), ()))
-    if product is not None and len(product.use.column_sizes()) == 2 and node is product.node:
+        return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), 0, None, place), ()))
+    if product is not None and len(product.use.column_sizes()) == 2 and node is product.node and place is None:
         # With the weight's own rows: its output factor is this block, and costs nothing more.
-        return Found(node, leaf, Use(bias.layout, Vector("bias", shape, (1,), None), (), Form((), full=True)))
+        return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), None), (), Form((), full=True)))
     leading = leading_shape(graph, node, shape[-1])
     axis = 0 if len(leading) == 1 else batch.axis(leading)
-    operation = Vector("bias", (*leading, shape[-1]), (len(leading),), axis if isinstance(axis, int) else None)
-    return Found(node, leaf, Use(bias.layout, operation, ()))
+    form = Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
+    own_axis = axis if isinstance(axis, int) else None
+    operation = Vector("bias", (*leading, shape[-1]), (len(leading),), own_axis, None, place)
+    return Found(node, leaf, Use(whole, operation, (), form))
 
 
 def _takes_bias(group: list[Found], bias: Layout) -> bool:

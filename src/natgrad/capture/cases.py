@@ -69,6 +69,9 @@ class Batch:
             return known
         if len(matching) > 1 and self.cases > 1:
             return f"several axes of {tuple(leading)} have the batch's size: pass batch_axis="
+        if matching[0] > 0 and leading[0] > self.cases and leading[0] % self.cases == 0:
+            # Windows or heads folded into the first axis, of as many tokens as there are cases.
+            return f"the first axis of {tuple(leading)} may hold cases too: pass batch_axis="
         return matching[0]
 
 

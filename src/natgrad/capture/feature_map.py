@@ -8,7 +8,7 @@ from torch.autograd.graph import Node
 
 from natgrad.capture.cases import RESHAPES
 from natgrad.capture.choices import split_map
-from natgrad.capture.graph import kind, output_shape, saved
+from natgrad.capture.graph import kind, output_shape, saved_integers
 
 # What may stand between the flattening and the product: elementwise functions of one activation.
 _ACTIVATIONS = ("Relu", "LeakyRelu", "Elu", "Gelu", "Silu", "Tanh", "Sigmoid", "Hardtanh", "Hardswish")
@@ -24,7 +24,10 @@ def feature_map(node: Node, argument: int, inputs: int) -> tuple[int, int] | Non
     producer: Node | None = node.next_functions[argument][0]
     while producer is not None and output_shape(producer)[-1:] == (inputs,):
         if kind(producer) in RESHAPES:
-            shape = tuple(saved(producer, "self_sym_sizes"))
+            above, output = producer.next_functions[0]
+            if above is None:
+                return None
+            shape = output_shape(above, output)
             if math.prod(shape[1:]) == inputs and len(shape) > 2:
                 return split_map(shape[1:], channels_last=_channels_last(producer, len(shape)))
         elif kind(producer) not in _ELEMENTWISE or not _has_one_activation(producer):
@@ -42,7 +45,7 @@ def _channels_last(reshape: Node, axes: int) -> bool:
     above = reshape.next_functions[0][0]
     while above is not None and kind(above) in ("Clone", "Permute", "ToCopy"):
         if kind(above) == "Permute":
-            order = [int(axis) % 2**64 for axis in saved(above, "dims")]
-            return order[-1] in (1, 2**64 - axes + 1) and len(order) == axes
+            order = [axis % axes for axis in saved_integers(above, "dims")]
+            return order[-1] == 1
         above = above.next_functions[0][0]
     return False

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 _BUILT_IN = re.compile(r"Backward\d+$")
 _MARK = "natgrad"
@@ -124,6 +125,8 @@ class Graph:
             node = pending.pop()
             if kind(node) in _LOOK_UPS:
                 return False
+            if kind(node) == "AccumulateGrad" and not isinstance(variable(node), Parameter):
+                return False  # data that somebody wants the gradient of
             for producer, _ in node.next_functions:
                 if producer is None:
                     others = [output_shape(other, output) for other, output in node.next_functions if other is not None]
@@ -157,6 +160,11 @@ def saved(node: Node, name: str) -> Any:
 def saved_integer(node: Node, name: str) -> int:
     """A saved integer; negative ones come back from C++ as unsigned."""
     return _signed(saved(node, name))
+
+
+def saved_integers(node: Node, name: str) -> list[int]:
+    """Saved integers, likewise."""
+    return [_signed(value) for value in saved(node, name)]
 
 
 def has_unpack_hook(node: Node, name: str) -> bool:
@@ -226,7 +234,7 @@ def _split_with_sizes(node: Node, view: Tensor) -> Any:
 _VIEWS = {
     "T": lambda node, view: view.t(),
     "Transpose": lambda node, view: view.transpose(saved_integer(node, "dim0"), saved_integer(node, "dim1")),
-    "Permute": lambda node, view: view.permute([_signed(axis) for axis in saved(node, "dims")]),
+    "Permute": lambda node, view: view.permute(saved_integers(node, "dims")),
     "Expand": lambda node, view: view.expand(output_shape(node)),
     "View": _reshape,
     "UnsafeView": _reshape,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Parameter
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.cases import RESHAPES
-from natgrad.capture.graph import Consumer, kind, saved, saved_integer, variable
+from natgrad.capture.graph import Consumer, Graph, kind, output_shape, saved, saved_integer
 from natgrad.capture.layout import Layout
-from natgrad.capture.use import Use
+from natgrad.capture.use import Found, Use
 from natgrad.statistics.operations import Convolution, Embedding, Product
-
-# Nodes that only rearrange a tensor, without repeating it.
-_REARRANGEMENTS = (*RESHAPES, "T", "Transpose", "Permute", "Clone", "ToCopy", "Alias", "Slice", "Select")
 
 _RECURRENT = "inside a fused recurrent kernel, which hides its products"
 
@@ -25,7 +22,7 @@ _REASONS = dict.fromkeys(
 SPARSE = "an embedding with sparse gradients"
 
 
-def recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
+def recognise(graph: Graph, name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
     """A use without its bias, or why there is none."""
     node_kind = kind(consumer.node)
     if node_kind in _REASONS:
@@ -33,7 +30,7 @@ def recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | N
     recogniser = _RECOGNISERS.get(node_kind)
     if recogniser is not None and view is None:
         return f"its use by {node_kind} is not a plain view of it"
-    if recogniser is not None and view is not None and _is_of_parameters(consumer):
+    if recogniser is not None and view is not None and _is_of_parameters(graph, consumer):
         return "multiplied with another parameter"
     if node_kind == "Embedding" and saved(consumer.node, "sparse"):
         return SPARSE
@@ -43,19 +40,41 @@ def recognise(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | N
     return f"its use by {node_kind} is not recognised"
 
 
-def _is_of_parameters(consumer: Consumer) -> bool:
-    """Whether a product's other operand is a bare leaf, rearranged: then its rows are not cases."""
+def _is_of_parameters(graph: Graph, consumer: Consumer) -> bool:
+    """Whether a product's other operand is made of parameters: then its rows are not cases."""
     if kind(consumer.node) not in OPERANDS:
         return False
-    operands = OPERANDS[kind(consumer.node)]
-    for argument, (producer, _) in enumerate(consumer.node.next_functions):
-        if argument == consumer.argument or (len(operands) == 3 and argument == 0):
-            continue
-        while producer is not None and kind(producer) in _REARRANGEMENTS:
-            producer = producer.next_functions[0][0]
-        if producer is not None and kind(producer) == "AccumulateGrad":
-            return isinstance(variable(producer), Parameter)
-    return False
+    added = len(OPERANDS[kind(consumer.node)]) == 3  # argument 0 is not multiplied
+    others = [
+        producer
+        for argument, (producer, _) in enumerate(consumer.node.next_functions)
+        if argument != consumer.argument and not (added and argument == 0)
+    ]
+    return any(producer is not None and graph.is_of_parameters(producer) for producer in others)
+
+
+def look_up_by_case(graph: Graph, one: Found, cases: int | None) -> Found:
+    """A look-up of rows that are then added to every case (positions): seen at the sum, where the cases are apart."""
+    if not isinstance(one.use.operation, Embedding) or cases is None:
+        return one
+    indices: Tensor = saved(one.node, "indices")
+    node, shape = one.node, output_shape(one.node)
+    while cases not in indices.shape and (consumer := graph.only_consumer(node)) is not None:
+        node = consumer.node
+        if kind(node) == "Add" and output_shape(node)[:1] == (cases,):
+            rest = output_shape(node)[1:]
+            if saved(node, "alpha") != 1 or tuple(n for n in shape if n != 1) != tuple(n for n in rest if n != 1):
+                break
+            every = indices.detach().reshape(rest[:-1]).expand(cases, *rest[:-1])
+            return replace(one, node=node, use=replace(one.use, given=(every,)))
+        if kind(node) not in ("Unsqueeze", "View", "UnsafeView", "Expand", "ToCopy", "Add"):
+            break
+        if kind(node) == "Add" and output_shape(node) != shape:
+            break
+    if cases > 1 and not any(size % cases == 0 for size in indices.shape):
+        note = "its rows belong to all cases at once: an empirical Fisher of it contains the mean gradient"
+        return replace(one, use=replace(one.use, form=replace(one.use.form, note=note)))
+    return one
 
 
 OPERANDS = {

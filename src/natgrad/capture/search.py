@@ -17,9 +17,9 @@ from natgrad.capture.biases import Bias, as_bias, biased_product, with_biases
 from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
-from natgrad.capture.graph import Graph, Spread
+from natgrad.capture.graph import Graph
 from natgrad.capture.penalty import is_penalty
-from natgrad.capture.products import SPARSE, recognise
+from natgrad.capture.products import SPARSE, look_up_by_case, recognise
 from natgrad.capture.shares import with_shares
 from natgrad.capture.use import Findings, Found, Use
 from natgrad.capture.vectors import find_spread, find_vector
@@ -44,8 +44,7 @@ def find_uses(
         if leaf is not None:
             _sort_uses(raw, graph, name, parameter, leaf, batch.for_axis(choices.axis_of(name)))
     _drop_products_of_parameters(raw)
-    for uses in (raw.weights, raw.vectors):
-        _drop_overlapping(uses, raw.findings)
+    _drop_overlapping(raw.weights, raw.findings)
     both = raw.weights.keys() & (raw.vectors.keys() | raw.biases.keys())
     raw.findings.unrecognised |= dict.fromkeys(both, "used as a matrix and as a vector")
     raw.forget([*raw.findings.unrecognised, *raw.findings.left])
@@ -78,7 +77,7 @@ class _Raw:
 
 def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node, batch: Batch) -> None:
     """Looks at each use of one parameter: a weight's, a bias of a product, a vector's, or nothing known."""
-    spreads: dict[Node, Spread] = {}
+    spreads: dict[Node, Found] = {}
     for consumer, view, spread in graph.uses_of(parameter):
         if is_penalty(graph, consumer):
             continue
@@ -86,23 +85,24 @@ def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node
         if bias is not None and (product := biased_product(graph, consumer, bias.numel)) is not None:
             raw.biases.setdefault(name, []).append(Bias(product, bias, consumer.node))
             continue
-        made = recognise(name, parameter, consumer, view)
+        made = recognise(graph, name, parameter, consumer, view)
+        token = None if spread is None else find_spread(name, parameter, leaf, spread, consumer, batch)
         if isinstance(made, Use):
-            raw.weights.setdefault(name, []).append(Found(consumer.node, leaf, made))
+            one = Found(consumer.node, leaf, made)
+            raw.weights.setdefault(name, []).append(look_up_by_case(graph, one, batch.cases))
         elif (vector := find_vector(graph, name, parameter, leaf, consumer, view, batch)) is not None:
             raw.vectors.setdefault(name, []).append(vector)
-        elif spread is not None and find_spread(name, parameter, leaf, spread, batch) is not None:
-            spreads[spread.node] = spread
+        elif token is not None:
+            spreads[token.node] = token
         elif made == SPARSE:
             raw.findings.left[name] = made
         else:
             raw.findings.unrecognised[name] = made
     # The node that repeats a parameter for every case sees each case's gradient, whatever becomes of the copies.
-    repeated = [find_spread(name, parameter, leaf, spread, batch) for spread in spreads.values()]
-    if repeated and (name in raw.weights or name in raw.vectors or name in raw.biases):
+    if spreads and (name in raw.weights or name in raw.vectors or name in raw.biases):
         raw.findings.unrecognised[name] = "repeated for several purposes"
-    elif repeated:
-        raw.vectors[name] = [one for one in repeated if one is not None]
+    elif spreads:
+        raw.vectors[name] = list(spreads.values())
 
 
 def _drop_products_of_parameters(raw: _Raw) -> None:

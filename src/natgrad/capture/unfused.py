@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+class _Hook:
+    """Copies and pickles of an armed model carry a hook that does nothing."""
+
+    def __init__(self, action: Callable[[], None] | None = None) -> None:
+        self._action = action
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self._action is not None:
+            self._action()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 class Unfused:
@@ -27,8 +41,8 @@ class Unfused:
         """Runs recurrent modules unfused from now on."""
         for module in self._model.modules():
             if isinstance(module, nn.RNNBase):
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(_Hook(self._enter)))
+                self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
 
     def disarm(self) -> None:
         """Runs them as ever."""
@@ -36,13 +50,13 @@ class Unfused:
             handle.remove()
         self._handles = []
 
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
+    def _enter(self) -> None:
         stack = ExitStack()
         if torch.is_grad_enabled():
             stack.enter_context(_without_fused_kernels())
         self._entered.append(stack)
 
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _leave(self) -> None:
         if self._entered:
             self._entered.pop().close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture.form import Form
@@ -20,7 +21,8 @@ class Use:
 
     `saved` names what autograd keeps of the activation. `bias` belongs to the weight's block; `adds_bias` says
     whether this use adds it. `share_input` and `share_output` number the activations and derivatives of the pass:
-    uses with equal numbers have equal factors. `packed` says that reading the activation recomputes or copies it.
+    uses with equal numbers have equal factors in this pass. `packed` says that reading the activation recomputes or
+    copies it; `given` holds it where another node than the use's own saved it.
     """
 
     weight: Layout
@@ -32,6 +34,7 @@ class Use:
     packed: bool = False
     share_input: int | None = None
     share_output: int | None = None
+    given: tuple[Tensor, ...] = field(default=(), compare=False)
 
     def column_sizes(self) -> tuple[int, ...]:
         """How the inputs are factored: not at all, as one, or as channels and places."""

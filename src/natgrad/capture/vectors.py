@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
 from natgrad.capture.cases import Batch
+from natgrad.capture.form import Form
 from natgrad.capture.graph import Consumer, Graph, Spread, kind, output_shape, saved
 from natgrad.capture.layout import Layout
 from natgrad.capture.use import Found, Use
@@ -38,7 +39,7 @@ def find_vector(
     elif node_kind in _ROW_NORMS:
         use = _row_norm(name, parameter, consumer, batch)
     elif node_kind == "Repeat":
-        use = _repeated(name, parameter, consumer.node, batch.cases)
+        use = _repeated(graph, name, parameter, consumer.node, batch.cases)
     elif node_kind in ("Add", "Sub", "Mul", "PreluKernel"):
         use = _broadcast(graph, name, parameter, consumer, view, batch)
     return None if use is None else Found(consumer.node, leaf, use)
@@ -74,19 +75,23 @@ def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) ->
     axis = batch.axis(leading)
     kept = tuple(range(len(leading), len(shape)))
     own_axis = axis if isinstance(axis, int) else None
+    form = Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
     layout = _whole(name, parameter)
     if consumer.argument == 2:
-        return Use(layout, Vector("norm bias", shape, kept, own_axis), ())
+        return Use(layout, Vector("norm bias", shape, kept, own_axis), (), form)
     if kind(node) == "FusedRmsNorm":
-        return Use(layout, Vector("norm gain", shape, kept, own_axis, vectors.scaled_by_row), ("input", "result1"))
+        gain = Vector("norm gain", shape, kept, own_axis, vectors.scaled_by_row)
+        return Use(layout, gain, ("input", "result1"), form)
     gain = Vector("norm gain", shape, kept, own_axis, vectors.normalised_by_row)
-    return Use(layout, gain, ("input", "result1", "result2"))
+    return Use(layout, gain, ("input", "result1", "result2"), form)
 
 
-def _repeated(name: str, parameter: Tensor, node: Node, cases: int | None) -> Use | None:
-    """A vector repeated for every case, as instance norm does: its copies' gradients are the cases'."""
-    repeats = tuple(saved(node, "repeats"))
+def _repeated(graph: Graph, name: str, parameter: Tensor, node: Node, cases: int | None) -> Use | None:
+    """Instance norm repeats its vectors for every case and calls batch norm: the copies' gradients are the cases'."""
+    repeats, following = tuple(saved(node, "repeats")), graph.only_consumer(node)
     if parameter.dim() != 1 or cases is None or repeats != (cases,):
+        return None
+    if following is None or kind(following.node) not in _BATCH_NORMS:
         return None
     shape = (cases, parameter.shape[0])
     return Use(_whole(name, parameter), Vector("vector", shape, (1,), 0), ())
@@ -105,7 +110,8 @@ def _broadcast(
     if kind(node) in ("Add", "Sub") and abs(saved(node, "alpha")) != 1:
         return None
     other = node.next_functions[1 - consumer.argument][0]
-    if len(node.next_functions) != 2 or (other is not None and graph.is_of_parameters(other)):
+    # What it meets must come from the model's input; a bare tensor may as well be a table of as many rows as cases.
+    if len(node.next_functions) != 2 or other is None or graph.is_of_parameters(other):
         return None
     names: tuple[str, ...] = ()
     multiplier: Multiplier | None = None
@@ -117,10 +123,21 @@ def _broadcast(
     return _over(name, parameter, view, output_shape(node), word, batch, multiplier, names)
 
 
-def find_spread(name: str, parameter: Tensor, leaf: Node, spread: Spread, batch: Batch) -> Found | None:
+def find_spread(
+    name: str, parameter: Tensor, leaf: Node, spread: Spread, consumer: Consumer, batch: Batch
+) -> Found | None:
     """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
-    use = _over(name, parameter, spread.view, output_shape(spread.node), "token", batch, None, ())
-    return None if use is None else Found(spread.node, leaf, use)
+    shape = output_shape(spread.node)
+    use = _over(name, parameter, spread.view, shape, "token", batch, None, ())
+    if use is None or not isinstance(use.operation, Vector):
+        return None
+    # Copies for the cases go on side by side with them; copies for anything else are spread over the cases later on.
+    axis = use.operation.case_axis
+    assert axis is not None, "a spread has a case axis"
+    following = output_shape(consumer.node)
+    if len(following) != len(shape) or following[axis] != shape[axis]:
+        return None
+    return Found(spread.node, leaf, use)
 
 
 def _over(
@@ -149,10 +166,12 @@ def _over(
         axis = batch.for_axis(free.index(batch.wanted % len(shape))).axis(sizes)
     if isinstance(axis, str) or (batch.cases is None and batch.wanted is None):
         return None
-    layout = _layout(name, parameter, view, [axis - missing for axis in own])
-    if layout is None:
+    part = _layout(name, parameter, view, [axis - missing for axis in own])
+    if part is None:
         return None
-    return Use(layout, Vector(word, shape, tuple(own), free[axis], multiplier), names)
+    # The block is the whole parameter's, of which this use may see a part (positions up to a batch's length).
+    place = None if part.box is None else vectors.Place(tuple(parameter.shape), part.box)
+    return Use(_whole(name, parameter), Vector(word, shape, tuple(own), free[axis], multiplier, place), names)
 
 
 def _layout(name: str, parameter: Tensor, view: Tensor, axes: Sequence[int]) -> Layout | None:

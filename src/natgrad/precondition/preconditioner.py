@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock
+from natgrad.capture.layout import Layout
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.precondition.trust_region import Clip, clip
 from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
@@ -27,6 +28,7 @@ class Preconditioner:
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
         self._stacks: list[Stack] = []
+        self._uncovered: dict[str, Tensor] = {}  # elements outside the slices that blocks cover
 
     def keys(self, block: KroneckerBlock) -> tuple[Hashable, ...]:
         """What names a block's sides. Eigenbases belong to factors, and are shared with them; damped inverses to
@@ -110,6 +112,7 @@ class Preconditioner:
         """
         if not self._stacks:
             self._stacks = _stacked(self.solved.values())
+            self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         directions: list[tuple[Stack, Tensor]] = []
         lengths: list[Tensor] = []
         for stack in self._stacks:
@@ -130,7 +133,21 @@ class Preconditioner:
             scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
             # Into the gradients' own memory: DDP's buckets are views of it.
             torch._foreach_copy_(*stack.scatter(scaled, gradients))
+        for name, mask in self._uncovered.items():
+            # A raw gradient at a natural gradient's learning rate is no step to take.
+            if (whole := gradients[name]) is not None:
+                whole.masked_fill_(mask.to(whole.device), 0)
         return clipped
+
+
+def _uncovered(layouts: Iterable[Layout]) -> dict[str, Tensor]:
+    """Of parameters that blocks cover in slices: which elements lie in none of them."""
+    outside: dict[str, Tensor] = {}
+    for layout in layouts:
+        if layout.box is not None:
+            mask = outside.setdefault(layout.name, torch.ones(layout.parameter_shape, dtype=torch.bool))
+            layout.region(mask).fill_(False)
+    return {name: mask for name, mask in outside.items() if bool(mask.any())}
 
 
 def _copied(side: Side) -> Side:

@@ -26,7 +26,8 @@ class Categorical:
     """Logits over classes, `axis` of the output (the last one; axis 1 of outputs with four and more axes).
 
     Predictions whose target is `ignore_index` do not count, others count with their label's weight, as in
-    `nn.CrossEntropyLoss`: both need the targets, ``kfac.targets = y`` before the forward pass.
+    `nn.CrossEntropyLoss`: both need the targets, ``kfac.targets = y`` before every forward pass. (In the sampled and
+    exact Fisher a case has its label's weight w; in the empirical one, made of the loss's own gradients, w².)
     """
 
     ignore_index: int | None = None
@@ -217,53 +218,68 @@ class _Gaussian(_Elements):
         yield from self._columns(torch.ones_like(self._values).diag_embed())
 
 
-class _Several:
-    """Independent distributions, one a root. Each has its own number of terms; the loss is the sum of their means."""
+class Several:
+    """Independent heads. Each has its own number of terms; the loss is the sum of their means."""
 
     def __init__(self, parts: Sequence[Predicted]) -> None:
         self._parts = parts
+        self._terms = [part.terms for part in parts]
 
     @property
     def terms(self) -> float:
-        return self._parts[0].terms
+        """N: of the head with the most."""
+        return max(self._terms)
+
+    def of_equal_terms(self) -> bool:
+        """Whether one N holds for all heads."""
+        return len(set(self._terms)) == 1
 
     def _shares(self) -> Iterator[tuple[Predicted, float]]:
-        """With N of the first, a part that is a mean over fewer terms weighs more in each of them."""
-        for part in self._parts:
-            yield part, math.sqrt(self.terms / part.terms) if part.terms > 0 else 0.0
+        """A head that is a mean over fewer terms weighs more in each of them; one without any has no part."""
+        for part, terms in zip(self._parts, self._terms, strict=True):
+            if terms > 0:
+                yield part, math.sqrt(self.terms / terms)
 
     def sampled(self, generator: torch.Generator | None) -> Derivative:
+        """See `Predicted`."""
         drawn = [part.sampled(generator).times(share) for part, share in self._shares()]
         return Derivative(
             tuple(root for one in drawn for root in one.roots), tuple(g for one in drawn for g in one.gradients)
         )
 
     def exact(self) -> Iterator[Derivative]:
+        """See `Predicted`."""
         for part, share in self._shares():
             for derivative in part.exact():
                 yield derivative.times(share)
 
 
-class _LearnedGaussian(_Several):
+class _LearnedGaussian:
     """A mean and a variance: Fisher 1/v for the mean, 1/(2v²) for the variance."""
 
     def __init__(self, mean: Tensor, variance: Tensor) -> None:
+        if variance.shape == mean.shape[:-1]:
+            variance = variance.unsqueeze(-1)  # one a case, as nn.GaussianNLLLoss takes it
         with torch.enable_grad():
             # Roots in which the Fisher is the identity, so that unit normals are the derivatives.
-            v = variance.expand_as(mean) if variance.requires_grad else variance.detach().expand_as(mean)
-            super().__init__([_Gaussian(mean / v.detach().sqrt())])
+            v = variance.expand_as(mean)
+            self._mean = _Gaussian(mean / v.detach().sqrt())
             self._spread = v / (math.sqrt(2) * v.detach()) if v.requires_grad else None
+
+    @property
+    def terms(self) -> float:
+        return self._mean.terms
 
     def sampled(self, generator: torch.Generator | None) -> Derivative:
         # y = m + √v ε: dℓ/dm = −ε/√v, dℓ/dv = (1 − ε²)/(2v); the same ε in both.
-        drawn = self._parts[0].sampled(generator)
+        drawn = self._mean.sampled(generator)
         if self._spread is None:
             return drawn
         noise = drawn.gradients[0]
         return Derivative((*drawn.roots, self._spread), (noise, (1 - noise.square()) / math.sqrt(2)))
 
     def exact(self) -> Iterator[Derivative]:
-        yield from self._parts[0].exact()
+        yield from self._mean.exact()
         if self._spread is not None:
             yield from _Gaussian(self._spread).exact()
 
@@ -324,7 +340,7 @@ def predicted(predictive: Predictive, output: Any, prediction: Tensor | None, ta
             own = _part(output, name)
             own_targets = targets.get(name) if isinstance(targets, Mapping) else None
             heads.append(predicted(head, own, own if isinstance(own, Tensor) else None, own_targets))
-        return _Several(heads)
+        return Several(heads)
     if isinstance(predictive, str):
         predictive = _CLASSES[predictive]
     if isinstance(predictive, Gaussian) and predictive.variance == "learned":
@@ -382,9 +398,10 @@ def _categorical(predictive: Categorical, root: Tensor, targets: Any) -> _Catego
             "kfac.targets before the forward pass, or pass capture(loss, outputs=..., targets=...)"
         )
     targets = targets.to(root.device)
-    counts = torch.ones_like(targets, dtype=torch.bool)
+    # What is no class at all (-100, torch's own mark) does not count either.
+    counts = (targets >= 0) & (targets < classes)
     if predictive.ignore_index is not None:
-        counts = targets != predictive.ignore_index
+        counts = counts & (targets != predictive.ignore_index)
     weights = counts.to(root.dtype if root.dtype == torch.float64 else torch.float32)
     if predictive.label_weights is not None:
         if len(predictive.label_weights) != classes:

@@ -18,9 +18,25 @@ Multiplier = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where in a parameter of shape `shape` the part that a use sees lies: a (start, stop) pair per axis."""
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """(R, elements of the part) → (R, elements of the parameter), zero elsewhere."""
+        whole = rows.new_zeros(rows.shape[0], *self.shape)
+        part = whole[(slice(None), *(slice(start, stop) for start, stop in self.box))]
+        part.copy_(rows.reshape(part.shape))
+        return whole.flatten(1)
+
+
+@dataclass(frozen=True)
 class Vector:
     """A vector that enters an activation of shape `shape`: the derivative, times `multiplier` where it scales the
-    activation, summed over all but the vector's own axes `kept` and the cases' axis, is each case's gradient.
+    activation, summed over all but the vector's own axes `kept` and the cases' axis, is each case's gradient, of the
+    part of the parameter at `place`.
 
     Without `case_axis` every place counts as a case.
     """
@@ -30,6 +46,7 @@ class Vector:
     kept: tuple[int, ...]
     case_axis: int | None
     multiplier: Multiplier | None = None
+    place: Place | None = None
 
     diagonal_input = False
 
@@ -66,7 +83,8 @@ class Vector:
         if summed:
             derivative = derivative.sum(summed, keepdim=True, dtype=accumulation_dtype(derivative.dtype))
         count = math.prod(self.shape[axis] for axis in cases)
-        return derivative.permute(*cases, *summed, *self.kept).reshape(count, -1)
+        rows = derivative.permute(*cases, *summed, *self.kept).reshape(count, -1)
+        return rows if self.place is None else self.place.fill(rows)
 
 
 def other_operand(saved: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,90 @@
+"""The gradient of every single case, by running the model case by case under torch.func."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from natgrad.aside import cut_into_cases, leaving_no_trace
+from natgrad.capture import outputs
+
+
+class NotByCaseError(RuntimeError):
+    """The model cannot be run case by case."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model with so many cases, and which tensors of its output derivatives are given for. Holds no
+    output, which would hold the graph.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    cases: int
+    positions: tuple[int, ...]
+
+
+def per_case_gradients(
+    model: nn.Module, parameters: Mapping[str, Tensor], call: Call, derivatives: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """Each case's gradient (cases, *shape) of some parameters, from derivatives of the output's tensors.
+
+    Tensors whose first axis has the length `cases` are cut into cases, everything else is given to each. Raises
+    `NotByCaseError` where the model does not allow it: buffers written in forward, control flow that looks at values,
+    kernels without a rule for torch.func. What comes back is right only if its sum over cases is the batch's
+    gradient: see `add_up`.
+    """
+    leaves, by_case, structure = cut_into_cases((call.arguments, call.keywords), call.cases)
+    used = [place for place, derivative in zip(call.positions, derivatives, strict=True) if derivative is not None]
+    given = [derivative for derivative in derivatives if derivative is not None]
+    if not any(by_case) or not given or any(d.dim() == 0 or d.shape[0] != call.cases for d in given):
+        raise NotByCaseError("its inputs or outputs do not have cases along their first axis")
+    # Under the model's own names, which wrappers put more into than ours hold.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    wanted = {name: names[id(parameter)] for name, parameter in parameters.items()}
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def one(mapped: list[Tensor], derivative: list[Tensor]) -> dict[str, Tensor]:
+        rest = iter(mapped)
+        whole = [next(rest).unsqueeze(0) if cut else leaf for leaf, cut in zip(leaves, by_case, strict=True)]
+        arguments, keywords = pytree.tree_unflatten(whole, structure)
+
+        def results(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            tensors = list(outputs.tensors(functional_call(model, {**state, **own}, arguments, keywords)))
+            return tuple(tensors[place] for place in used)
+
+        pull = vjp(results, {name: state[name] for name in wanted.values()})[1]
+        gradients: dict[str, Tensor] = pull(tuple(part.unsqueeze(0) for part in derivative))[0]
+        return gradients
+
+    mapped = [leaf.detach() for leaf, cut in zip(leaves, by_case, strict=True) if cut]
+    try:
+        with leaving_no_trace(model), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # slow rules of torch.func: nothing the user could do
+            gradients: dict[str, Tensor] = vmap(one, randomness="different")(mapped, given)
+    except Exception as error:
+        # Whatever the model does that torch.func cannot (running out of memory too): its own words say it best.
+        raise NotByCaseError(str(error).strip().split("\n")[0][:120]) from error
+    return {name: gradients[raw].detach() for name, raw in wanted.items()}
+
+
+def add_up(gradients: Tensor, total: Tensor | None) -> bool:
+    """Whether cases' gradients sum to the batch's. They do not where cases see each other, as in batch norm without
+    running statistics, or where the model drew other random numbers this time.
+    """
+    summed = gradients.sum(0)
+    expected = torch.zeros_like(summed) if total is None else total.to(summed.dtype)
+    # As far as rounding goes: against the size of what is summed, which may cancel.
+    tolerance = 1e-2 if total is not None and total.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    size = torch.linalg.vector_norm(gradients) * gradients.shape[0] ** 0.5
+    error = torch.linalg.vector_norm(summed - expected)
+    return bool((error <= tolerance * size) | ~torch.isfinite(error))
