@@ -54,15 +54,14 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> Use | Non
     layout = _whole(name, parameter)
     if consumer.argument == 2:
         return Use(layout, Vector("norm bias", shape, (1,), 0), ())
-    names: tuple[str, ...] = ("input", "result1", "result2")
+    names = ("input", "result1", "result2")
     if kind(node) == "NativeGroupNorm":
-        multiplier: Multiplier = vectors.NormalisedByGroup(int(saved(node, "group")))
+        norm = vectors.ByChannel(groups=int(saved(node, "group")))
     elif kind(node) == "CudnnBatchNorm" or saved(node, "training"):
-        multiplier = vectors.normalised_by_channel
+        norm = vectors.ByChannel()
     else:
-        names = ("input", "running_mean", "running_var")
-        multiplier = vectors.NormalisedByRunning(float(saved(node, "eps")))
-    return Use(layout, Vector("norm gain", shape, (1,), 0, multiplier), names)
+        names, norm = ("input", "running_mean", "running_var"), vectors.ByChannel(eps=float(saved(node, "eps")))
+    return Use(layout, Vector("norm gain", shape, (1,), 0, norm), names)
 
 
 def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:

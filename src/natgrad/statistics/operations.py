@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from typing import Protocol
 
 import torch
@@ -199,7 +199,7 @@ class Convolution:
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel), without making a patch.
 
-        Kernel element k sees pixel i at as many places as `_visits` says, so that the sum over places is one small
+        Kernel element k sees pixel i at as many places as `visits` says, so that the sum over places is one small
         product with the pixels.
         """
         cases, channels, *size = x.shape
@@ -210,7 +210,7 @@ class Convolution:
             seen = x[(slice(None), slice(None), *strides)]
             sums = seen.flatten(2).sum(2, dtype=dtype)
         else:
-            visits = reduce(torch.kron, [self._visits(axis, size[axis], x) for axis in range(len(size))])
+            visits = _all_visits(replace(self, groups=1), tuple(size), x.dtype, x.device)
             if x.stride(1) != 1 or channels == 1:
                 sums = _wide_product(x.reshape(cases * channels, -1), visits.mT, dtype)
             else:  # channels last: each case is (pixels, channels)
@@ -219,18 +219,18 @@ class Convolution:
         rows = sums.reshape(cases, self.groups, -1) / places
         return rows.transpose(0, 1)
 
-    def _visits(self, axis: int, size: int, like: Tensor) -> Tensor:
-        """(kernel, pixels) along one axis: 1 where some output place has this kernel element on this pixel."""
+    def visits(self, axis: int, size: int) -> Tensor:
+        """(kernel, pixels) along one axis: whether some output place has this kernel element on this pixel."""
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        offset = torch.arange(kernel, device=like.device)[:, None] * self.dilation[axis] - padding
-        pixel = torch.arange(size, device=like.device)[None, :]
+        offset = torch.arange(kernel)[:, None] * self.dilation[axis] - padding
+        pixel = torch.arange(size)[None, :]
         places = self.places(torch.Size((1, 1, *(size for _ in self.kernel))))[axis]
         if self.transposed:  # the output place is where the kernel element puts the pixel
             place = pixel * stride + offset
-            return ((place >= 0) & (place < places)).to(like.dtype)
+            return (place >= 0) & (place < places)
         distance = pixel - offset
         place = distance // stride
-        return ((distance % stride == 0) & (place >= 0) & (place < places)).to(like.dtype)
+        return (distance % stride == 0) & (place >= 0) & (place < places)
 
     def _chunk_factor(self, x: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
         """Sum over rows for a few cases, with the patches copied along the direction in which memory runs."""
@@ -271,6 +271,12 @@ def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
     if not any(before or after for before, after in margins):
         return x
     return functional.pad(x, [margin for pair in reversed(margins) for margin in pair])
+
+
+@lru_cache(maxsize=64)  # two dozen launches a layer, and the same in every statistics step
+def _all_visits(convolution: Convolution, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(kernel elements, pixels) over all axes."""
+    return reduce(torch.kron, [convolution.visits(axis, n).to(dtype) for axis, n in enumerate(size)]).to(device)
 
 
 def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

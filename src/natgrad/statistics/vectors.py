@@ -76,6 +76,8 @@ class Vector:
     def gradients(self, derivative: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """The gradient of each case, (cases, elements)."""
         derivative = derivative.reshape(self.shape)
+        if isinstance(self.multiplier, ByChannel):
+            return self.multiplier.gradients(derivative, saved)
         if self.multiplier is not None:
             derivative = derivative * self.multiplier(saved)
         cases = self._case_axes
@@ -97,23 +99,42 @@ def negative_part(saved: Sequence[Tensor]) -> Tensor:
     return saved[0].clamp(max=0)
 
 
-def normalised_by_channel(saved: Sequence[Tensor]) -> Tensor:
-    """Batch norm: (x − mean) / deviation with one mean per channel, axis 1."""
-    x, mean, reciprocal = saved
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    return (x - mean.reshape(shape)) * reciprocal.reshape(shape)
-
-
 @dataclass(frozen=True)
-class NormalisedByRunning:
-    """Batch norm in evaluation: with the running mean and variance."""
+class ByChannel:
+    """Batch and group norm: x̂ = (x − mean) · reciprocal, both constant over the places of a case's channel, so that
+    Σ g x̂ = (Σ g x − mean Σ g) · reciprocal needs no normalised copy of the activation.
 
-    eps: float
+    Group norm has them per case and group; batch norm in evaluation saved the running variance instead of the
+    reciprocal deviation, `eps` apart.
+    """
+
+    groups: int | None = None
+    eps: float | None = None
 
     def __call__(self, saved: Sequence[Tensor]) -> Tensor:
-        """See `Multiplier`."""
-        x, mean, variance = saved
-        return normalised_by_channel((x, mean, torch.rsqrt(variance + self.eps)))
+        """x̂ itself."""
+        x, mean, reciprocal = self._constants(saved)
+        places = (..., *(None,) * (x.dim() - 2))
+        return (x - mean[places]) * reciprocal[places]
+
+    def gradients(self, derivative: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        """Each case's gradient of the gain, (cases, channels)."""
+        x, mean, reciprocal = self._constants(saved)
+        products = derivative * x
+        if x.dim() > 2:
+            places, dtype = list(range(2, x.dim())), accumulation_dtype(derivative.dtype)
+            products, derivative = products.sum(places, dtype=dtype), derivative.sum(places, dtype=dtype)
+        return (products - mean * derivative) * reciprocal
+
+    def _constants(self, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x, and mean and reciprocal deviation as (1 or cases, channels)."""
+        x, mean, other = saved
+        if self.eps is not None:
+            other = torch.rsqrt(other + self.eps)
+        if self.groups is None:
+            return x, mean[None], other[None]
+        each = x.shape[1] // self.groups
+        return x, mean.repeat_interleave(each, 1), other.repeat_interleave(each, 1)
 
 
 def normalised_by_row(saved: Sequence[Tensor]) -> Tensor:
@@ -126,16 +147,3 @@ def scaled_by_row(saved: Sequence[Tensor]) -> Tensor:
     """RMS norm: one reciprocal root mean square per row."""
     x, reciprocal = saved
     return x * reciprocal
-
-
-@dataclass(frozen=True)
-class NormalisedByGroup:
-    """Group norm: one mean and deviation per case and group of channels."""
-
-    groups: int
-
-    def __call__(self, saved: Sequence[Tensor]) -> Tensor:
-        """See `Multiplier`."""
-        x, mean, reciprocal = saved
-        grouped = x.reshape(x.shape[0], self.groups, -1)
-        return ((grouped - mean[..., None]) * reciprocal[..., None]).reshape(x.shape)
