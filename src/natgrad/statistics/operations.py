@@ -208,7 +208,7 @@ class Convolution:
         if all(k == 1 and p == 0 for k, p in zip(self.kernel, self.padding, strict=True)) and not self.transposed:
             strides = [slice(None, None, stride) for stride in self.stride]
             seen = x[(slice(None), slice(None), *strides)]
-            sums = seen.flatten(2).sum(2, dtype=dtype)
+            sums = seen.sum(list(range(2, x.dim())), dtype=dtype)
         else:
             visits = _all_visits(replace(self, groups=1), tuple(size), x.dtype, x.device)
             if x.stride(1) != 1 or channels == 1:
@@ -257,7 +257,8 @@ class Convolution:
         """See `Operation`."""
         cases, channels = derivative.shape[:2]
         if self.reduced:
-            sums = derivative.flatten(2).sum(2, dtype=accumulation_dtype(derivative.dtype))
+            places = list(range(2, derivative.dim()))
+            sums = derivative.sum(places, dtype=accumulation_dtype(derivative.dtype))
             return second_moment(sums.reshape(cases, self.groups, -1).transpose(0, 1), diagonal=diagonal)
         grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
         if derivative.stride(1) != 1:
