@@ -114,7 +114,7 @@ class KFAC:
         fallback: str = "per-case",
         exclude: Iterable[str] = (),
         max_factor_size: int = 16384,
-        max_vector_size: int = 512,
+        max_vector_size: int = 256,
         stats_fraction: float = 1.0,
         unfuse_recurrent: bool = True,
         generator: torch.Generator | None = None,

@@ -25,7 +25,7 @@ def report_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Report:
     output = model(x)
     choices = Choices(**{"doubly_factored_above": 4096, **options})
     findings = find_uses(Graph([output]), parameters, choices=choices, batch=Batch(x.shape[:1]), known={})
-    registry = Registry(parameters, max_factor_size=16384, max_vector_size=512)
+    registry = Registry(parameters, max_factor_size=16384, max_vector_size=256)
     registry.assign([one.use for one in findings.found])
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     reasons = dict.fromkeys(parameters, "not found") | findings.unrecognised
@@ -62,11 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, int], int]] = 
     "resnet44": ({}, SMALL, residual(43), 24067832),
     "resnet56": ({}, SMALL, residual(55), 31293176),
     "resnet110": ({}, SMALL, residual(109), 63807224),
-    "resnet18": ({}, IMAGE, residual(20), 393980584),
-    "resnet34": ({}, IMAGE, residual(36), 771074728),
-    "resnet50": ({}, IMAGE, residual(53), 648247976),
-    "resnet101": ({}, IMAGE, residual(104), 1183161000),
-    "resnet152": ({}, IMAGE, residual(155), 1632058024),
+    "resnet18": ({}, IMAGE, residual(20), 383515304),
+    "resnet34": ({}, IMAGE, residual(36), 756423336),
+    "resnet50": ({}, IMAGE, residual(53), 625224360),
+    "resnet101": ({}, IMAGE, residual(104), 1160137384),
+    "resnet152": ({}, IMAGE, residual(155), 1600662184),
     "alexnet": ({}, IMAGE, flattened(5), 365842328),
     "vgg16": ({}, IMAGE, flattened(13), 782716668),
     "googlenet": (
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, int], int]] = 
         {"convolution": 57, "linear": 1, "with its weight": 58},
         113808604,
     ),
-    "googlenet, batch norm": ({"batch_norm": True}, IMAGE, residual(57), 124853928),
+    "googlenet, batch norm": ({"batch_norm": True}, IMAGE, residual(57), 120206248),
     "autoencoder": ({}, (2, 784), {"linear": 8, "with its weight": 8}, 25958992),
     "gpt": (
         {},

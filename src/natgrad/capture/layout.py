@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -143,6 +143,18 @@ def from_view(
     `roles` gives each axis of the view: s(tack), r(ow), c(olumn), or e for an expanded axis that repeats the
     weight.
     """
+    return _from_view(name, tuple(parameter_shape), tuple(sizes), tuple(strides), offset, roles)
+
+
+@lru_cache(maxsize=4096)  # asked for every parameter in every statistics step
+def _from_view(
+    name: str,
+    parameter_shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    roles: str,
+) -> Layout | None:
     kept = [
         (size, stride, role)
         for size, stride, role in zip(sizes, strides, roles, strict=True)
