@@ -42,7 +42,7 @@ def backward(model: nn.Module) -> None:
         ({"inv_update_steps": 2.5}, "inv_update_steps must be a whole number"),
         ({"loss_terms": 0}, "loss_terms must be above 0"),
         ({"lr": -0.1}, "lr must be at least 0"),
-        ({"max_factor_size": 0}, "max_factor_size must be at least 1"),
+        ({"max_factor_size": 0}, "max_factor_size must be a whole number of at least 1"),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got str"),
         ({"dampign": 1.0}, "dampign"),
     ],
@@ -265,3 +265,40 @@ def test_to_dense_before_statistics() -> None:
     backward(model)
     with pytest.raises(RuntimeError, match=r"block of 0\.weight, 0\.bias has no statistics yet"):
         kfac.blocks[0].to_dense()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stats_fraction": "half"}, "stats_fraction must be above 0 and at most 1, got 'half'"),
+        ({"stats_fraction": True}, "stats_fraction must be above 0"),
+        ({"max_vector_size": 10.5}, "max_vector_size must be a whole number of at least 1, got 10.5"),
+        ({"doubly_factored_above": "4096"}, "doubly_factored_above must be a whole number .*, or None for never"),
+        ({"exclude": None}, r"exclude takes name patterns, such as .*, got None"),
+        ({"exclude": [3]}, "exclude takes name patterns"),
+        ({"exclude": ["*"]}, r"exclude=\['\*'\] leaves no parameter"),
+        ({"sharing": {0: "reduce"}}, "sharing takes name patterns"),
+        ({"sharing": {"nothing*": "reduce"}}, "sharing='nothing\\*' matches no parameter"),
+        ({"sharing": "redcue"}, "sharing must be one of 'expand', 'reduce', got 'redcue' .did you mean 'reduce'"),
+        ({"batch_axis": "0"}, "batch_axis must be a whole number, got '0'"),
+        ({"doubly_factored": True}, "doubly_factored takes name patterns"),
+        ({"vectors": "non"}, "vectors must be one of 'full', 'diagonal', 'optimizer'"),
+        ({"fallback": None}, "fallback must be one of 'per-case', 'batch', 'optimizer'"),
+        ({"unfuse_recurrent": "no"}, "unfuse_recurrent must be True or False, got 'no'"),
+        ({"damping": "1e-3"}, "damping must be a number or a callable"),
+        ({"damping_rule": ""}, "damping_rule must be one of"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_name_the_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        KFAC(mlp(), **options)
+
+
+def test_a_rate_beside_an_attached_optimizer_is_refused() -> None:
+    model = mlp()
+    kfac = KFAC(model, lr=0.5)
+    with pytest.raises(ValueError, match="lr= is for loops without an optimizer"):
+        kfac.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="load_state_dict takes what state_dict"):
+        kfac.load_state_dict("x")
+    assert "0 blocks, 0 steps taken" in repr(kfac)

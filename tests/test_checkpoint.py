@@ -208,3 +208,22 @@ def test_a_checkpoint_under_other_choices() -> None:
     step(other)
     assert [block.form.reduced for block in other.blocks] == [True, True]
     assert other.blocks[0].straight.counts.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("options", [{"vectors": "diagonal"}, {"max_vector_size": 2}, {"max_factor_size": 4}])
+def test_a_checkpoint_under_other_size_limits_follows_the_new_ones(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2)), torch.randn(6, 4)
+    kfac = KFAC(model, kl_clip=None)
+    model(x).square().mean().backward()
+    kfac.step()
+    state = kfac.state_dict()
+    kfac.detach()
+    other = KFAC(model, kl_clip=None, factor_update_steps=1, **options)
+    other.load_state_dict(state)
+    model(x).square().mean().backward()
+    other.step()
+    fresh = KFAC(model, kl_clip=None, **options)
+    model(x).square().mean().backward()
+    fresh.step()
+    assert [line.factors for line in other.report()] == [line.factors for line in fresh.report()]

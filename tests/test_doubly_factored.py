@@ -185,9 +185,16 @@ def test_raw_data_has_no_map_unless_the_user_says_so() -> None:
         kfac = one_step(model, x, lambda out: out.square().mean(), doubly_factored={"0.weight": shape})
         assert kfac.blocks[0].form.columns == split
         kfac.detach()
-    kfac = KFAC(model, kl_clip=None, doubly_factored={"0.weight": (5, 2)})
-    with pytest.raises(ValueError, match=r"0\.weight has 12 inputs, which are no feature map of shape \(5, 2\)"):
+    with pytest.raises(ValueError, match=r"0\.weight of shape \(4, 12\) has no inputs of a feature map \(5, 2\)"):
+        KFAC(model, doubly_factored={"0.weight": (5, 2)})
+    _kept = KFAC(model, kl_clip=None, doubly_factored={"0.weight": (4, 2)})  # 8 divides 48, but not 12
+    with pytest.raises(ValueError, match=r"0\.weight has 12 inputs, which are no feature map of shape \(4, 2\)"):
         model(x)
+    for shape, message in (((1, 3, 4), "one channel or one place"), (12, "must be a feature map's shape")):
+        with pytest.raises(ValueError, match=message):
+            KFAC(model, doubly_factored={"0.weight": shape})
+    with pytest.raises(ValueError, match="names no matrix"):
+        KFAC(model, doubly_factored=["0.bias"])
 
 
 def test_small_layers_and_none_keep_two_factors() -> None:

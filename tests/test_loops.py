@@ -720,7 +720,7 @@ def test_report_tells_how_far_it_is() -> None:
     loss_of(model, *batch()).backward()
     optimizer.step()
     assert "4 of 4 parameters (100.0% of all weights) have a block" in str(kfac.report())
-    assert "1 steps taken" in str(kfac.report())
+    assert "1 step taken" in str(kfac.report())
 
 
 def test_a_pass_that_goes_on_from_one_without_gradients_still_counts() -> None:

@@ -136,7 +136,7 @@ def test_a_wrong_batch_axis_expands_with_a_note() -> None:
     model, x, y = TimeMajor().double(), torch.randn(B, T, 4).double(), torch.arange(B) % 2
     kfac = one_step(model, x, lambda out: functional.cross_entropy(out, y), sharing="reduce", batch_axis=0)
     report = kfac.report()
-    assert report["attention.in_proj_weight"].note == "expand: axis 0 of (4, 5) is not the batch of 5"
+    assert report["attention.in_proj_weight"].note == "expand: axis 0 of (4, 5) is not the batch of 5: pass batch_axis="
     kfac.detach()
     kfac = one_step(model, x, lambda out: functional.cross_entropy(out, y), sharing="reduce", batch_axis=2)
     assert kfac.report()["attention.in_proj_weight"].note == "expand: batch_axis=2 is not an axis of (4, 5)"

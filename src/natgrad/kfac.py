@@ -21,7 +21,7 @@ from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.metrics import Metrics
-from natgrad.options import Hyperparameter, Interval, Number, choice
+from natgrad.options import Hyperparameter, Interval, Number, choice, flag, fraction, whole_number
 from natgrad.parameters import (
     any_nonzero,
     make_choices,
@@ -126,7 +126,7 @@ class KFAC:
         choice("vectors", vectors, VECTORS)
         choice("fallback", fallback, FALLBACKS)
         solver = choice("solver", solver, SOLVERS)
-        rule = choice("damping_rule", damping_rule or _DEFAULT_RULE[solver], RULES)
+        rule = choice("damping_rule", _DEFAULT_RULE[solver] if damping_rule is None else damping_rule, RULES)
         if (solver, rule) == ("inverse", "joint"):
             raise ValueError("damping_rule='joint' needs solver='eigen'; the inverse solver knows 'pi' and 'plain'")
         self._factor_interval = Interval("factor_update_steps", factor_update_steps)
@@ -138,11 +138,10 @@ class KFAC:
         rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        for name, size in (("max_factor_size", max_factor_size), ("max_vector_size", max_vector_size)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 0 < stats_fraction <= 1:
-            raise ValueError(f"stats_fraction must be above 0 and at most 1, got {stats_fraction}")
+        whole_number("max_factor_size", max_factor_size)
+        whole_number("max_vector_size", max_vector_size)
+        flag("unfuse_recurrent", unfuse_recurrent)
+        fraction("stats_fraction", stats_fraction)
         if stats_fraction < 1 and fisher == "empirical":
             raise ValueError(
                 "stats_fraction needs fisher='sampled' or 'exact', which run a pass of their own; the empirical Fisher "
@@ -154,6 +153,8 @@ class KFAC:
         refuse_several_ranks(model)
         self._parameters = named_parameters(model)
         self._exclude = patterns("exclude", exclude, self._parameters)
+        if all(any(fnmatch(name, pattern) for pattern in self._exclude) for name in self._parameters):
+            raise ValueError(f"exclude={list(self._exclude)} leaves no parameter to precondition")
         self._model = innermost(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
@@ -507,15 +508,20 @@ class KFAC:
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-        return build_report(sizes, self._registry, self._preconditioner, reasons, f"{self._step} steps taken{attached}")
+        return build_report(sizes, self._registry, self._preconditioner, reasons, f"{_steps(self._step)}{attached}")
+
+    def __repr__(self) -> str:
+        how = f"solver={self._preconditioner.solver!r}, damping_rule={self._preconditioner.rule!r}"
+        state = f"{len(self._registry)} blocks, {_steps(self._step)}"
+        return f"<KFAC({how}, fisher={self._window.fisher!r}): {state}; print(kfac.report()) for more>"
 
     def metrics(self) -> dict[str, float | int | None]:
         """Numbers of the last step. Nothing waits for the device until this is called.
 
-        ``predicted_kl`` ½α²vᵀF̂v of the clipped step, ``clip_factor`` ν, ``damping`` λ, ``eigenvalue_min`` /
-        ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in steps (the oldest),
-        and counts: ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not
-        finite).
+        ``predicted_kl`` ½α²vᵀ(F̂+λ)v of the clipped step, as the quadratic model sees it, ``clip_factor`` ν, ``damping``
+        λ, ``eigenvalue_min`` / ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in
+        steps (the oldest), and counts: ``rejected_statistics`` (not finite), ``failed_decompositions``,
+        ``skipped_steps`` (gradient not finite).
         """
         return self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
 
@@ -557,6 +563,8 @@ class KFAC:
         """Continues from a `state_dict`, also before the first forward pass. One that does not fit raises, and
         changes nothing.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict takes what state_dict() returned, got {type(state).__name__}")
         blocks = [
             block
             for block in checkpoint.load_blocks(state, self._parameters)
@@ -592,6 +600,10 @@ class KFAC:
             "a KFAC cannot be copied or pickled: it belongs to one model. Construct one for the copy and carry the "
             "statistics over with state_dict() and load_state_dict()"
         )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'} taken"
 
 
 def _names(block: KroneckerBlock) -> list[str]:

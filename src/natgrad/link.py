@@ -50,6 +50,10 @@ class Link:
             raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if self.attached:
             raise RuntimeError("this KFAC is attached to an optimizer already: detach() it first")
+        if self._lr is not None:
+            raise ValueError(
+                "lr= is for loops without an optimizer to read it from: leave it out, the attached one has its own"
+            )
         mine = {id(parameter) for parameter in self._parameters.values()}
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("this optimizer holds none of the model's parameters")

@@ -19,6 +19,30 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
+def whole_number(name: str, value: Any, *, at_least: int = 1, none: str = "") -> int | None:
+    """A whole number, or None where `none` says what that means."""
+    if value is None and none:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        alternative = f", or None for {none}" if none else ""
+        raise ValueError(f"{name} must be a whole number of at least {at_least}{alternative}, got {value!r}")
+    return value
+
+
+def fraction(name: str, value: Any) -> float:
+    """A part of a whole: above 0, at most 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 class Hyperparameter:
     """A number or a callable of the step, checked whenever it is read."""
 
@@ -38,13 +62,15 @@ class Hyperparameter:
         except TypeError as error:
             raise TypeError(f"{self.name} must be a number or a callable of the step: {error}") from error
         try:
+            if isinstance(value, str | bool):
+                raise TypeError
             number = float(value)
         except (TypeError, ValueError):
             raise TypeError(
                 f"{self.name} must be a number or a callable of the step that returns one, got {value!r}"
             ) from None
         low = number >= self._above if self._inclusive else number > self._above
-        if isinstance(value, bool) or not (low and number < self._below):
+        if not (low and number < self._below):
             bounds = f"{'at least' if self._inclusive else 'above'} {self._above:g}"
             bounds += f" and below {self._below:g}" if math.isfinite(self._below) else " and finite"
             where = f" at step {step}" if callable(self.value) else ""

@@ -72,9 +72,16 @@ def per_case_gradients(
             warnings.simplefilter("ignore", UserWarning)  # slow rules of torch.func: nothing the user could do
             gradients: dict[str, Tensor] = vmap(one, randomness="different")(mapped, given)
     except Exception as error:
-        # Whatever the model does that torch.func cannot (running out of memory too): its own words say it best.
-        raise NotByCaseError(str(error).strip().split("\n")[0][:120]) from error
+        raise NotByCaseError(_in_short(error)) from error
     return {name: gradients[raw].detach() for name, raw in wanted.items()}
+
+
+def _in_short(error: Exception) -> str:
+    """What the model does that torch.func cannot (running out of memory too), mostly in torch's words."""
+    text = str(error).strip().split("\n")[0]
+    if "in-place" in text or "inplace" in text:
+        return "it writes to its buffers or in place, as batch norm does in training"
+    return text if len(text) < 100 else text[:100].rsplit(" ", 1)[0] + " ..."
 
 
 def add_up(gradients: Tensor, total: Tensor | None) -> bool:

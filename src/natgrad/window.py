@@ -106,6 +106,9 @@ class Window:
                 "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
             )
             return None
+        if terms == 0:
+            self._warn("ignored", "every target of a batch was ignored at step {step}: it has no statistics")
+            return None
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
@@ -193,7 +196,11 @@ class Window:
         if self._counted and fresh and all(other.task != current.task for other in self._counted):
             # Gradients were thrown away since (a skipped batch, another network's turn): so are their statistics.
             self._discard()
-        if current.kind == OWN and any(o.task != current.task and o.kind == OWN for o in self._counted):
+        if (
+            self.fisher == "empirical"
+            and current.kind == OWN
+            and any(o.task != current.task and o.kind == OWN for o in self._counted)
+        ):
             self._warn(
                 "accumulated",
                 "several backward passes feed one step: each loss is taken to be a mean over its own predictions. "

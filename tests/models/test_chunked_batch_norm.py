@@ -122,7 +122,9 @@ def test_errors() -> None:
         ChunkedBatchNorm2d(FEATURES, 0)
     with pytest.raises(ValueError, match="expected 4D input"):
         ChunkedBatchNorm2d(FEATURES)(torch.randn(4, FEATURES))
-    with pytest.raises(ValueError, match="more than 1 value per channel"):  # a last chunk without a variance
+    with pytest.raises(
+        ValueError, match="last chunk of a batch of 5 has one value per channel"
+    ):  # a last chunk without a variance
         ChunkedBatchNorm2d(FEATURES, 4)(torch.randn(5, FEATURES, 1, 1))
 
 

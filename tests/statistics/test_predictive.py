@@ -152,6 +152,14 @@ def test_heads_have_their_own_targets() -> None:
     torch.testing.assert_close(found, truth, **TIGHT)
 
 
+def test_a_batch_whose_targets_are_all_ignored_warns() -> None:
+    model, x = setup()
+    kfac = KFAC(model, kl_clip=None, predictive=Categorical(ignore_index=-100))
+    kfac.targets = torch.full((B,), -100)
+    with pytest.warns(natgrad.NatgradWarning, match="every target of a batch was ignored at step 0"):
+        model(x)
+
+
 def test_a_head_without_targets_that_count_has_no_part() -> None:
     model, x = setup(lambda out: {"a": out.sin(), "b": out.cos()})
     truth = exact_fisher(model(x)["b"], [model.vector], "bernoulli", B)
@@ -209,10 +217,19 @@ def test_sampled_fishers_converge_to_the_exact_ones(make: Any, predictive: Any, 
 
 def test_missing_or_misshapen_targets_and_heads_say_so() -> None:
     model, x = setup()
-    with pytest.raises(ValueError, match=r"need the targets, of shape \(4,\); they are missing: set kfac.targets"):
+    with pytest.raises(
+        ValueError, match=r"need the targets, a tensor of shape \(4,\); they are missing: set kfac.targets"
+    ):
         exact_block(model, x, Categorical(ignore_index=0))
     with pytest.raises(ValueError, match=r"they have shape \(3,\)"):
         exact_block(model, x, Categorical(ignore_index=0), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="they are a list"):
+        exact_block(model, x, Categorical(ignore_index=0), [0, 1, 2, 0])
+    with pytest.raises(TypeError, match="targets must be class numbers"):
+        exact_block(model, x, Categorical(ignore_index=0), torch.zeros(4))
+    with pytest.raises(TypeError, match=r"Categorical\(axis=...\) must be a whole number, got 'x'"):
+        Categorical(axis="x")  # type: ignore[arg-type]
+    assert Categorical(label_weights=[1, 2, 3]).label_weights.tolist() == [1.0, 2.0, 3.0]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 label_weights for 3 classes"):
         exact_block(model, x, Categorical(label_weights=torch.ones(2)), torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="one non-negative number per class"):
@@ -221,12 +238,14 @@ def test_missing_or_misshapen_targets_and_heads_say_so() -> None:
         Gaussian(0)
     with pytest.raises(ValueError, match=r"returns \(mean, variance\)"):
         exact_block(model, x, Gaussian("learned"))
-    with pytest.raises(ValueError, match="a head 'box', which the model's output does not have"):
+    with pytest.raises(ValueError, match="a head 'box', which the model's output does not have: Tensor"):
         exact_block(model, x, {"box": "gaussian"})
     with pytest.raises(ValueError, match="has no head"):
         KFAC(model, predictive={})
-    with pytest.raises(ValueError, match="did you mean 'gaussian'"):
+    with pytest.raises(ValueError, match=r"predictive\['box'\] must be one of .*did you mean 'gaussian'"):
         KFAC(model, predictive={"box": "gausian"})
+    with pytest.raises(TypeError, match="or a callable from the output"):
+        KFAC(model, predictive=3)
     with pytest.raises(ValueError, match=r"Categorical\(axis=2\)"):
         exact_block(model, x, Categorical(axis=2))
 

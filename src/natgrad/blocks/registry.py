@@ -109,6 +109,14 @@ class Registry:
         swapped = use.weight != block.weight
         if not (use.form.reduced == block.form.reduced if swapped else use.form.fits(block.form)):
             return False
+        present = tuple(factor.diagonal for factor in block.straight.sides)
+        if (
+            not swapped
+            and not use.operation.diagonal_input
+            and use.bias == block.bias
+            and self.diagonals(use) != present
+        ):
+            return False  # a checkpoint under other size limits
         if use.bias is None and block.bias is not None:
             # A pass that does not add the bias leaves it in the block; only freezing takes it out.
             return self._parameters[block.bias.name].requires_grad

@@ -59,12 +59,14 @@ class Batch:
             if self.wanted is not None and not -len(leading) <= self.wanted < len(leading) and len(leading) > 1:
                 return f"batch_axis={self.wanted} is not an axis of {tuple(leading)}"
             fits = not self.sizes or leading[axis] in (self.sizes if self.wanted is not None else self.sizes[:1])
-            return axis if fits else f"axis {axis} of {tuple(leading)} is not the batch of {self.cases}"
+            return (
+                axis if fits else f"axis {axis} of {tuple(leading)} is not the batch of {self.cases}: pass batch_axis="
+            )
         if self.cases is None:
             return "the batch size is not known: pass batch_axis="
         matching = [axis for axis, size in enumerate(leading) if size == self.cases]
         if not matching:
-            return f"no axis of {tuple(leading)} has the batch's size, {self.cases}"
+            return f"no axis of {tuple(leading)} has the batch's size, {self.cases}: pass batch_axis="
         if known in matching:
             return known
         if len(matching) > 1 and self.cases > 1:

@@ -46,6 +46,11 @@ class ChunkedBatchNorm2d(nn.BatchNorm2d):
         else:
             head, rest = input[: whole * self.chunk], input[whole * self.chunk :]
             parts = [(head, whole), (rest, 1)] if len(rest) else [(head, whole)]
+            if len(rest) == 1 and rest[0, 0].numel() == 1:
+                raise ValueError(
+                    f"the last chunk of a batch of {len(input)} has one value per channel (chunks of {self.chunk}): "
+                    "drop the last incomplete batch, or choose another chunk"
+                )
         normalised, means, variances = zip(*(self._normalise(part, chunks) for part, chunks in parts), strict=True)
         if self.track_running_stats:
             self._follow(means, variances, cases=[len(part) for part, _ in parts])

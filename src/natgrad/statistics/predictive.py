@@ -36,6 +36,11 @@ class Categorical:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        for name, value in (("ignore_index", self.ignore_index), ("axis", self.axis)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"Categorical({name}=...) must be a whole number, got {value!r}")
+        if self.label_weights is not None and not isinstance(self.label_weights, Tensor):
+            object.__setattr__(self, "label_weights", torch.as_tensor(self.label_weights, dtype=torch.float32))
         if self.label_weights is not None and (self.label_weights.dim() != 1 or bool((self.label_weights < 0).any())):
             raise ValueError("label_weights must be one non-negative number per class")
 
@@ -73,17 +78,25 @@ def checked_predictive(predictive: Any) -> Predictive:
     if isinstance(predictive, Mapping):
         if not predictive:
             raise ValueError("predictive={} has no head")
-        return {name: _checked_head(head) for name, head in predictive.items()}
-    return _checked_head(predictive)
+        return {name: _checked_head(head, f"predictive[{name!r}]") for name, head in predictive.items()}
+    return _checked_head(predictive, "predictive")
 
 
-def _checked_head(head: Any) -> Head:
+def _checked_head(head: Any, option: str) -> Head:
     if isinstance(head, Categorical | Bernoulli | Gaussian):
         return head
     if isinstance(head, type) and head in (Categorical, Bernoulli, Gaussian):
         made: Head = head()
         return made
-    return head if callable(head) else choice("predictive", str(head).lower(), PREDICTIVES)
+    if callable(head):
+        called: Head = head
+        return called
+    if not isinstance(head, str):
+        raise TypeError(
+            f"{option} must be one of {', '.join(map(repr, PREDICTIVES))}, a natgrad.Categorical, Bernoulli or "
+            f"Gaussian, or a callable from the output to a torch.distributions object, got {head!r}"
+        )
+    return choice(option, head.lower(), PREDICTIVES)
 
 
 def asks_more(predictive: Predictive) -> bool:
@@ -369,7 +382,8 @@ def predicted(predictive: Predictive, output: Any, prediction: Tensor | None, ta
 def _part(output: Any, name: str) -> Any:
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if found is None:
-        raise ValueError(f"predictive has a head {name!r}, which the model's output does not have")
+        present = ", ".join(map(repr, output)) if isinstance(output, Mapping) else type(output).__name__
+        raise ValueError(f"predictive has a head {name!r}, which the model's output does not have: {present}")
     return found
 
 
@@ -392,11 +406,16 @@ def _categorical(predictive: Categorical, root: Tensor, targets: Any) -> _Catego
         return _Categorical(root, axis)
     places = root.movedim(axis, -1).shape[:-1]
     if not isinstance(targets, Tensor) or tuple(targets.shape) != tuple(places):
-        given = f"have shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else "are missing"
-        raise ValueError(
-            f"ignore_index and label_weights need the targets, of shape {tuple(places)}; they {given}: set "
-            "kfac.targets before the forward pass, or pass capture(loss, outputs=..., targets=...)"
+        given = (
+            f"have shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"are a {type(targets).__name__}"
         )
+        given = "are missing" if targets is None else given
+        raise ValueError(
+            f"ignore_index and label_weights need the targets, a tensor of shape {tuple(places)}; they {given}: set "
+            "kfac.targets before every forward pass, or pass capture(loss, outputs=..., targets=...)"
+        )
+    if targets.is_floating_point():
+        raise TypeError(f"targets must be class numbers, got {targets.dtype}")
     targets = targets.to(root.device)
     # What is no class at all (-100, torch's own mark) does not count either.
     counts = (targets >= 0) & (targets < classes)
