@@ -24,7 +24,7 @@ from natgrad.capture.graph import saved
 from natgrad.capture.use import Found, Use
 from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
-from natgrad.statistics.predictive import Derivative
+from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
 
 _NOTHING = torch.empty(0)

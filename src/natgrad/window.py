@@ -26,7 +26,8 @@ from natgrad.capture.watch import Inputs
 from natgrad.passes import Pass
 from natgrad.per_case import Call
 from natgrad.remaining import Fallback, Remaining
-from natgrad.statistics.predictive import Predicted, Predictive, Several, asks_more, count_predictions, predicted
+from natgrad.statistics.predicted import Predicted, Several, count_predictions
+from natgrad.statistics.predictive import Predictive, asks_more, predicted
 
 FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
