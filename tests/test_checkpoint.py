@@ -227,3 +227,25 @@ def test_a_checkpoint_under_other_size_limits_follows_the_new_ones(options: dict
     model(x).square().mean().backward()
     fresh.step()
     assert [line.factors for line in other.report()] == [line.factors for line in fresh.report()]
+
+
+def test_schedules_go_on_from_the_step_of_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(6, 4)
+    seen: list[int] = []
+
+    def terms(step: int) -> float:
+        seen.append(step)
+        return 6.0
+
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1, loss_terms=terms)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        kfac.step()
+    state = kfac.state_dict()
+    kfac.detach()
+    other = KFAC(model, kl_clip=None, factor_update_steps=1, loss_terms=terms)
+    other.load_state_dict(state)
+    model(x).square().mean().backward()
+    other.step()
+    assert seen == [0, 1, 2, 3]

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from natgrad import checkpoint
-from natgrad.aside import draw_cases, run_aside, take_cases
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
-from natgrad.capture import outputs
 from natgrad.capture.choices import VECTORS
-from natgrad.capture.outputs import attached_tensors
 from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.metrics import Metrics
+from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Interval, Number, choice, flag, fraction, whole_number
 from natgrad.parameters import (
     any_nonzero,
     make_choices,
     named_parameters,
-    parameters_of,
     patterns,
     refuse_several_ranks,
 )
@@ -134,7 +129,8 @@ class KFAC:
         self._damping = Hyperparameter("damping", damping, above=0)
         self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
         self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
-        self._terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
+        if loss_terms is not None:
+            Hyperparameter("loss_terms", loss_terms, above=0)
         rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
@@ -152,10 +148,6 @@ class KFAC:
 
         refuse_several_ranks(model)
         self._parameters = named_parameters(model)
-        self._exclude = patterns("exclude", exclude, self._parameters)
-        if all(any(fnmatch(name, pattern) for pattern in self._exclude) for name in self._parameters):
-            raise ValueError(f"exclude={list(self._exclude)} leaves no parameter to precondition")
-        self._model = innermost(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
         self._step = 0
@@ -173,10 +165,7 @@ class KFAC:
         self._metrics = Metrics()
         self._warner = Warner()
         self._watch = Watch(model, self, KFAC._observe, unfuse=unfuse_recurrent)
-        self._fallback = Fallback(self._model, fallback, PER_CASE_ELEMENTS)
-        self._fraction = stats_fraction
-        # The targets of the batch, for predictives that must know which of its predictions count; see `Categorical`.
-        self.targets: Any = None
+        runner = Fallback(innermost(model), fallback, PER_CASE_ELEMENTS)
         self._window = Window(
             self._registry,
             self._parameters,
@@ -184,12 +173,32 @@ class KFAC:
             predictive=predictive,
             generator=generator,
             choices=choices,
-            fallback=self._fallback,
+            fallback=runner,
             warn=self._warner.once,
+        )
+        self._observer = Observer(
+            innermost(model),
+            self._parameters,
+            self._window,
+            runner,
+            self._link,
+            exclude=patterns("exclude", exclude, self._parameters),
+            fraction=stats_fraction,
+            terms=None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0),
+            warner=self._warner,
         )
         self._watch.arm()
 
     # In the training loop
+
+    @property
+    def targets(self) -> Any:
+        """The targets of the next batch, for predictives that must know which predictions count: `Categorical`."""
+        return self._observer.targets
+
+    @targets.setter
+    def targets(self, targets: Any) -> None:
+        self._observer.targets = targets
 
     def attach(self, optimizer: torch.optim.Optimizer) -> KFAC:
         """Preconditions right before every ``optimizer.step()`` from now on; the loop does not change."""
@@ -218,7 +227,7 @@ class KFAC:
             return
         if outputs is None and self._window.fisher != "empirical":
             raise ValueError(f"fisher={self._window.fisher!r} draws its own targets: pass capture(loss, outputs=...)")
-        if outputs is None and terms is None and self._terms is None:
+        if outputs is None and terms is None and not self._observer.knows_terms:
             terms = self._window.automatic_terms()
             if terms is None:
                 raise ValueError(
@@ -226,10 +235,10 @@ class KFAC:
                     "predictions, or loss_terms= at construction"
                 )
         self._window.forget_automatic()
-        # The loss's graph holds every use; a sampled or exact Fisher differentiates the outputs instead.
         if targets is not None:
             self.targets = targets
-        self._tap(loss if outputs is None else outputs, terms=terms, loss=loss)
+        # The loss's graph holds every use; a sampled or exact Fisher differentiates the outputs instead.
+        self._refuse_nothing(self._observer.tap(loss if outputs is None else outputs, terms=terms, loss=loss))
 
     def step(self) -> None:
         """Replaces the gradients by damped, clipped natural gradients, after taking in statistics and decomposing
@@ -279,87 +288,21 @@ class KFAC:
 
     def _observe(self, inputs: Inputs, output: Any) -> None:
         """The model's forward hook, on armed steps."""
-        if not torch.is_grad_enabled() or self._fallback.busy:
-            return
-        if self._fraction < 1:
-            self._tap_part(inputs, output)
-        else:
-            self._tap(output, inputs=inputs)
+        if torch.is_grad_enabled():
+            self._refuse_nothing(self._observer.see(inputs, output))
 
-    def _tap_part(self, inputs: Inputs, output: Any) -> None:
-        """A pass of our own over a part of the batch; it counts when the user's backward comes by the whole."""
-        prediction = outputs.prediction(output)
-        if prediction is None or prediction.dim() == 0 or prediction.numel() == 0 or prediction.grad_fn is None:
-            self._tap(output, inputs=inputs)
-            return
-        cases = prediction.shape[0]
-        chosen = draw_cases(cases, self._fraction, self._window.generator, prediction.device)
-        anchors = [tensor.grad_fn for tensor in outputs.tensors(output) if tensor.grad_fn is not None]
-        arguments, keywords = take_cases(inputs, cases, chosen)
-        targets = None if self.targets is None else take_cases(self.targets, cases, chosen)
-        self._fallback.busy = True
-        try:
-            part = run_aside(self._model, arguments, keywords)
-        finally:
-            self._fallback.busy = False
-        self._tap(part, inputs=(arguments, keywords), targets=targets, anchors=anchors)
-
-    def _tap(
-        self,
-        output: Any,
-        *,
-        terms: float | None = None,
-        loss: Tensor | None = None,
-        inputs: Inputs | None = None,
-        targets: Any = None,
-        anchors: Iterable[Node] | None = None,
-    ) -> None:
-        attached = attached_tensors(output)
-        roots = [tensor for tensor in attached if tensor.numel() > 0]
-        if not roots:
-            if attached:
-                self._warner.once(
-                    "empty", "an empty batch came by at step {step}: it has no statistics and was skipped"
-                )
-            return
-        if loss is not None and self._window.fisher == "empirical":
-            roots = [loss]
-        self._follow_replaced_modules()
-        candidates = {
-            name: parameter for name, parameter in self._parameters.items() if self._why_left(name, parameter) is None
-        }
-        self._refuse_moved(candidates)
-        with torch.enable_grad():
-            findings = self._window.observe(
-                output,
-                roots,
-                candidates,
-                own_terms=terms,
-                step_terms=None if self._terms is None else self._terms.at(self._step),
-                targets=self.targets if targets is None else targets,
-                inputs=inputs,
-                anchors=anchors,
-                by_hand=loss is not None,
-            )
-        if findings is not None and not findings.found and not findings.remaining and len(self._registry) == 0:
-            reasons = self._window.unrecognised | findings.unrecognised | findings.left
-            named = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:5])
+    def _refuse_nothing(self, reasons: str | None) -> None:
+        if reasons is not None:
             self.detach()
-            raise ValueError(f"no parameter of this model can be preconditioned ({named or 'none is used'})")
-
-    def _follow_replaced_modules(self) -> None:
-        """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
-        present = parameters_of(self._model)
-        if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
-            changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
-            self._registry.drop(changed)
-            self._parameters.clear()
-            self._parameters.update(present)
+            raise ValueError(f"no parameter of this model can be preconditioned ({reasons})")
 
     def _take_statistics(self, gradients: Mapping[str, Tensor | None]) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
         if window.terms == 0:
+            if window.ignored:  # nothing of the batch counts: the next one may
+                window.close()
+                return True
             if not any_nonzero(gradients.values()):
                 window.close()
                 return False
@@ -395,16 +338,6 @@ class KFAC:
         last, step = self._factors_at, self._step
         if last is None or step - last >= self._factor_interval.at(step):
             self._watch.arm()
-
-    def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:
-        for block in self._registry:
-            parameter = candidates.get(block.weight.name)
-            device = block.straight.row.sum.device
-            if parameter is not None and parameter.device != device:
-                raise RuntimeError(
-                    f"{block.weight.name} moved from {device} to {parameter.device} after its statistics were taken: "
-                    "construct KFAC after moving the model, and carry statistics over with state_dict()"
-                )
 
     # Decompositions
 
@@ -502,7 +435,7 @@ class KFAC:
         """One line a parameter: its block, factor sizes and memory, or why it is left to the optimizer. Prints as a
         table.
         """
-        left = {name: self._why_left(name, parameter) for name, parameter in self._parameters.items()}
+        left = {name: self._observer.why_left(name, parameter) for name, parameter in self._parameters.items()}
         unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
         known = self._window.unrecognised | self._window.left
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
@@ -524,15 +457,6 @@ class KFAC:
         ``skipped_steps`` (gradient not finite).
         """
         return self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
-
-    def _why_left(self, name: str, parameter: Tensor) -> str | None:
-        if parameter.is_complex() or not parameter.is_floating_point():
-            return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
-        if any(fnmatch(name, pattern) for pattern in self._exclude):
-            return "excluded"
-        if not self._link.holds(parameter):
-            return "not in the attached optimizer"
-        return None if parameter.requires_grad else "frozen (requires_grad=False)"
 
     # Checkpoints
 
@@ -568,8 +492,7 @@ class KFAC:
         blocks = [
             block
             for block in checkpoint.load_blocks(state, self._parameters)
-            if not any(fnmatch(name, pattern) for name in _names(block) for pattern in self._exclude)
-            and not self._window.leaves(block)
+            if not any(map(self._observer.excludes, _names(block))) and not self._window.leaves(block)
         ]
         preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
         same = state["solver"] == preconditioner.solver and (
@@ -586,7 +509,8 @@ class KFAC:
         self._registry.replace(blocks)
         self._solved_version = self._registry.version
         self._preconditioner = preconditioner
-        self._step, self._factors_at = state["step"], state["factors_at"]
+        self._step = self._warner.step = state["step"]
+        self._factors_at = state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
         self._metrics.load(state["metrics"])
         if generator is not None and self._window.generator is not None:

@@ -59,6 +59,7 @@ class Window:
         self.unrecognised: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.problem = ""
+        self.ignored = False  # a batch came by of which no prediction counts
         self._parameters = parameters
         self._warn = warn
         # Passes that no backward has reached live in the hooks of their graphs alone.
@@ -108,6 +109,7 @@ class Window:
             )
             return None
         if terms == 0:
+            self.ignored = True
             self._warn("ignored", "every target of a batch was ignored at step {step}: it has no statistics")
             return None
         graph = Graph(roots)
@@ -306,6 +308,7 @@ class Window:
             self._forget(current)
         self._discard()
         self.problem = ""
+        self.ignored = False
 
     def _discard(self) -> None:
         self._counted = []

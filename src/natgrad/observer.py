@@ -1,0 +1,153 @@
+"""From calls of the model to passes of a window: which parameters take part, and what is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from natgrad.aside import draw_cases, run_aside, take_cases
+from natgrad.capture import outputs
+from natgrad.capture.watch import Inputs
+from natgrad.errors import Warner
+from natgrad.link import Link
+from natgrad.options import Hyperparameter
+from natgrad.parameters import parameters_of
+from natgrad.remaining import Fallback
+from natgrad.window import Window
+
+
+class Observer:
+    """Looks at what a model returned. `fraction` is the part of a batch that statistics are taken from."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        window: Window,
+        fallback: Fallback,
+        link: Link,
+        *,
+        exclude: tuple[str, ...],
+        fraction: float,
+        terms: Hyperparameter | None,
+        warner: Warner,
+    ) -> None:
+        if all(any(fnmatch(name, pattern) for pattern in exclude) for name in parameters):
+            raise ValueError(f"exclude={list(exclude)} leaves no parameter to precondition")
+        self.targets: Any = None
+        self._model = model
+        self._parameters = parameters
+        self._window = window
+        self._fallback = fallback
+        self._link = link
+        self._exclude = exclude
+        self._fraction = fraction
+        self._terms = terms
+        self._warner = warner
+
+    @property
+    def knows_terms(self) -> bool:
+        """Whether the user has said how many terms the loss is a mean over."""
+        return self._terms is not None
+
+    def excludes(self, name: str) -> bool:
+        """Whether the user wants a parameter left to the optimizer."""
+        return any(fnmatch(name, pattern) for pattern in self._exclude)
+
+    def why_left(self, name: str, parameter: Tensor) -> str | None:
+        """Why a parameter takes no part; None where it does."""
+        if parameter.is_complex() or not parameter.is_floating_point():
+            return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
+        if self.excludes(name):
+            return "excluded"
+        if not self._link.holds(parameter):
+            return "not in the attached optimizer"
+        return None if parameter.requires_grad else "frozen (requires_grad=False)"
+
+    def see(self, inputs: Inputs, output: Any) -> str | None:
+        """Looks at one call of the model; returns what `tap` returns."""
+        if self._fallback.busy:
+            return None
+        return self.tap(output, inputs=inputs) if self._fraction == 1 else self._tap_part(inputs, output)
+
+    def _tap_part(self, inputs: Inputs, output: Any) -> str | None:
+        """A pass of our own over a part of the batch; it counts when the user's backward comes by the whole."""
+        prediction = outputs.prediction(output)
+        if prediction is None or prediction.dim() == 0 or prediction.numel() == 0 or prediction.grad_fn is None:
+            return self.tap(output, inputs=inputs)
+        cases = prediction.shape[0]
+        chosen = draw_cases(cases, self._fraction, self._window.generator, prediction.device)
+        anchors = [tensor.grad_fn for tensor in outputs.attached_tensors(output) if tensor.grad_fn is not None]
+        arguments, keywords = take_cases(inputs, cases, chosen)
+        targets = None if self.targets is None else take_cases(self.targets, cases, chosen)
+        self._fallback.busy = True
+        try:
+            part = run_aside(self._model, arguments, keywords)
+        finally:
+            self._fallback.busy = False
+        return self.tap(part, inputs=(arguments, keywords), targets=targets, anchors=anchors)
+
+    def tap(
+        self,
+        output: Any,
+        *,
+        terms: float | None = None,
+        loss: Tensor | None = None,
+        inputs: Inputs | None = None,
+        targets: Any = None,
+        anchors: Iterable[Node] | None = None,
+    ) -> str | None:
+        """Taps the graph of an output, or of a `loss` made by hand; says why, where no parameter has a block at all."""
+        attached = outputs.attached_tensors(output)
+        roots = [tensor for tensor in attached if tensor.numel() > 0]
+        if not roots:
+            if attached:
+                self._warner.once(
+                    "empty", "an empty batch came by at step {step}: it has no statistics and was skipped"
+                )
+            return None
+        if loss is not None and self._window.fisher == "empirical":
+            roots = [loss]
+        self._follow_replaced_modules()
+        candidates = {name: p for name, p in self._parameters.items() if self.why_left(name, p) is None}
+        self._refuse_moved(candidates)
+        with torch.enable_grad():
+            findings = self._window.observe(
+                output,
+                roots,
+                candidates,
+                own_terms=terms,
+                step_terms=None if self._terms is None else self._terms.at(self._warner.step),
+                targets=self.targets if targets is None else targets,
+                inputs=inputs,
+                anchors=anchors,
+                by_hand=loss is not None,
+            )
+        if findings is None or findings.found or findings.remaining or len(self._window.registry) > 0:
+            return None
+        reasons = self._window.unrecognised | findings.unrecognised | findings.left
+        return "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:5]) or "none is used"
+
+    def _follow_replaced_modules(self) -> None:
+        """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
+        present = parameters_of(self._model)
+        if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
+            changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
+            self._window.registry.drop(changed)
+            self._parameters.clear()
+            self._parameters.update(present)
+
+    def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:
+        for block in self._window.registry:
+            parameter = candidates.get(block.weight.name)
+            device = block.straight.row.sum.device
+            if parameter is not None and parameter.device != device:
+                raise RuntimeError(
+                    f"{block.weight.name} moved from {device} to {parameter.device} after its statistics were taken: "
+                    "construct KFAC after moving the model, and carry statistics over with state_dict()"
+                )
