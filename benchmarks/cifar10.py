@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad
-from benchmarks.approximations import text_table
+from benchmarks.approximations.common import text_table
 from benchmarks.timing import Device
 from natgrad.models import cifar_convnet, resnet20
 

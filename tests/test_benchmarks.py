@@ -12,7 +12,8 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from benchmarks import approximations, cifar10
+from benchmarks import cifar10
+from benchmarks.approximations import alexnet, common, reduce, sharing
 from benchmarks.timing import Device
 
 from natgrad.models import resnet50
@@ -21,20 +22,20 @@ CPU = Device("cpu")
 
 
 def test_tables_align():
-    text = approximations.text_table([["name", "a"], ["b", "12.5"]])
+    text = common.text_table([["name", "a"], ["b", "12.5"]])
     assert text.splitlines() == ["name     a", "b     12.5"]
 
 
 def test_numbers_are_written_shortly():
-    assert approximations.megabytes(2**20) == "1.0 MiB"
-    assert approximations.megabytes(None) == approximations.milliseconds(None) == "-"
-    assert [approximations.milliseconds(s) for s in (1e-5, 0.02, 2.0)] == ["0.010", "20.0", "2,000.0"]
+    assert common.megabytes(2**20) == "1.0 MiB"
+    assert common.megabytes(None) == common.milliseconds(None) == "-"
+    assert [common.milliseconds(s) for s in (1e-5, 0.02, 2.0)] == ["0.010", "20.0", "2,000.0"]
 
 
 def test_geometries_of_resnet50(monkeypatch):
     for name in ("kaiming_normal_", "kaiming_uniform_"):  # the weights are not looked at
         monkeypatch.setattr(nn.init, name, lambda *_, **__: None)
-    layers = approximations.collect_layers(resnet50(), 224)
+    layers = reduce.collect_layers(resnet50(), 224)
     assert sum(layer.count for layer in layers) == 53
     assert len(layers) == len({layer.geometry for layer in layers}) == 23
     assert str(layers[0].geometry) == "3→64 7×7 /2 on 224²"
@@ -43,46 +44,46 @@ def test_geometries_of_resnet50(monkeypatch):
 
 
 def test_totals_count_every_layer():
-    geometry = approximations.Geometry(
+    geometry = reduce.Geometry(
         inputs=2, outputs=3, kernel=(1, 1), stride=(1, 1), padding=(0, 0), image=(4, 4), first=False
     )
-    layer = approximations.Layer(name="conv", geometry=geometry, count=3)
+    layer = reduce.Layer(name="conv", geometry=geometry, count=3)
     factors = {"expand": {"input": 1.0, "output": 0.5}, "reduce": {"input": 0.25, "output": 0.125}}
-    cost = approximations.LayerCosts(layer=layer, own=2.0, factors=factors)
-    totals = approximations.weighted_totals([cost, cost])
+    cost = reduce.LayerCosts(layer=layer, own=2.0, factors=factors)
+    totals = reduce.weighted_totals([cost, cost])
     assert (totals["own"], totals["expand"], totals["reduce"]) == (12.0, 9.0, 2.25)
-    rows = approximations.reduce_rows([cost, cost], iteration=24.0)
+    rows = reduce.reduce_rows([cost, cost], iteration=24.0)
     assert len(rows) == 5
     assert rows[-1][6] == "0.38"
-    assert approximations.text_table(rows, left=2)
+    assert common.text_table(rows, left=2)
 
 
 def test_convolutions_factors_are_made_for_both_ways():
-    (layer,) = approximations.collect_layers(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), 6)
-    cost = approximations.layer_costs(layer, CPU, batch=2, precision="fp32", repeats=1)
+    (layer,) = reduce.collect_layers(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), 6)
+    cost = reduce.layer_costs(layer, CPU, batch=2, precision="fp32", repeats=1)
     assert set(cost.factors) == {"expand", "reduce"}
 
 
 def test_shared_factors_are_counted_once():
     torch.manual_seed(0)
-    model = approximations.SeparateGPT(vocabulary=5, width=8, heads=2)
+    model = sharing.SeparateGPT(vocabulary=5, width=8, heads=2)
     tokens, following = torch.randint(5, (2, 3, 4))
-    found = approximations.sharing_costs("small", model, tokens, following, CPU, prefix="blocks.0.", repeats=1)
+    found = sharing.sharing_costs("small", model, tokens, following, CPU, prefix="blocks.0.", repeats=1)
     # q, k and v read one tensor.
     assert found.factors["own"] - found.factors["shared"] == 2
     assert found.factor_bytes["own"] - found.factor_bytes["shared"] == 2 * 9 * 9 * 4
     assert not found.note
-    assert len(approximations.sharing_rows([found])) == 4
+    assert len(sharing.sharing_rows([found])) == 4
 
 
 def test_steps_of_three_and_two_factors():
-    data = approximations.Batch(images=torch.randn(4, 3, 6, 6), labels=torch.tensor([0, 1, 2, 0]))
+    data = alexnet.Batch(images=torch.randn(4, 3, 6, 6), labels=torch.tensor([0, 1, 2, 0]))
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
     results = [
-        approximations.step_costs(name, build, data, CPU, kfac=options, layer="3.weight", repeats=1)
+        alexnet.step_costs(name, build, data, CPU, kfac=options, layer="3.weight", repeats=1)
         for name, options in {
             "SGD": None,
             "three": {"doubly_factored_above": 60},
@@ -93,7 +94,7 @@ def test_steps_of_three_and_two_factors():
     assert "doubly factored" not in results[2].line
     assert results[1].factor_bytes < results[2].factor_bytes
     assert all(result.report_bytes == result.factor_bytes + result.decomposition_bytes for result in results)
-    assert len({len(row) for row in approximations.alexnet_rows(results)}) == 1
+    assert len({len(row) for row in alexnet.alexnet_rows(results)}) == 1
 
 
 @pytest.fixture
