@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import deque
 from typing import Any
 
 import pytest
@@ -191,17 +192,17 @@ def test_gradients_of_cases_that_do_not_add_up_are_not_used(kind: type[Table], f
 
 
 def test_a_model_that_changes_its_mind_goes_on_with_the_batch() -> None:
-    """Found to add up at first, not any more in a later batch: one batch without statistics of it, then others."""
+    """Found to add up at first, not any more later: three batches without statistics of it, then the batch's."""
     model, x, y = setup()
     kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
     run(model, x, lambda out: functional.cross_entropy(out, y))
     kfac.step()
     assert kfac.report()["table"].block == "gradients of cases"
     model.__class__ = Seeing
-    for _ in range(2):
+    for number in range(4):
         run(model, x, lambda out: functional.cross_entropy(out, y))
         kfac.step()
-    assert kfac.report()["table"].block == "gradient of the batch"
+        assert kfac.report()["table"].block == ("gradients of cases" if number < 3 else "gradient of the batch")
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
@@ -211,17 +212,18 @@ def test_running_the_model_again_leaves_no_trace(fisher: str) -> None:
             self.last = super().forward(x, scale=scale)
             self.calls = getattr(self, "calls", 0) + 1
             self.history.append(self.last)
+            self._private.append(self.last)
             return self.last * 1.0
 
     torch.manual_seed(0)
     model, x, y = Storing().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
-    model.history = []
+    model.history, model._private = [], deque()
     kfac = KFAC(model, kl_clip=None, fisher=fisher)
     loss = functional.cross_entropy(model(x), y) + model.last.square().mean()
     loss.backward()
     kfac.step()
     assert model.calls == 1
-    assert model.history == [model.last]
+    assert list(model.history) == list(model._private) == [model.last]
     assert kfac.report()["table"].covered
 
 
@@ -258,6 +260,98 @@ def test_outputs_without_the_parameter_and_wrapped_modules_are_no_obstacle() -> 
     model, x = Wrapped().double(), torch.randn(B, 3).double()
     kfac = one_step(model, x, lambda out: out[0].square().mean() + out[1].square().mean())
     assert kfac.report()["inner.table"].block == "gradients of cases"
+
+
+def test_several_calls_in_one_backward_keep_their_cases() -> None:
+    model, x, _ = setup()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    for _ in range(2):
+        model.zero_grad()
+        (model(x) - model(x.flip(0) * 2)).square().sum(1).mean().backward()
+        kfac.step()
+    assert kfac.report()["table"].block == "gradients of cases"
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_half_precision_does_not_look_like_a_mistake(fisher: str) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.randn(32))
+            self.body = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.body(x * self.gate.sigmoid())
+            return result
+
+    torch.manual_seed(0)
+    model, x, y = Deep(), torch.randn(64, 32), torch.arange(64) % 32
+    kfac = KFAC(model, kl_clip=None, fisher=fisher)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    kfac.step()
+    assert kfac.report()["gate"].block == "gradients of cases"
+
+
+def test_an_output_dict_that_is_the_input_dict_holds_no_graph() -> None:
+    """As sentence-transformers' models do; the call is kept for running it again."""
+
+    class Updating(Table):
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            features.update(logits=super().forward(features["x"]))
+            return features
+
+    torch.manual_seed(0)
+    model = Updating().double()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    for backward in (False, True, False, True):
+        features = {"x": torch.randn(B, 3).double()}
+        loss = model(features)["logits"].square().mean()
+        if backward:
+            loss.backward()
+            kfac.step()
+        del features, loss
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if type(thing) is Pass and thing._owner is kfac._window]
+        assert not alive
+    assert kfac.report()["table"].block == "gradients of cases"
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_a_model_that_returns_its_loss_too(fisher: str) -> None:
+    class WithLoss(Table):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            logits = super().forward(x)
+            return logits, functional.cross_entropy(logits, y)
+
+    torch.manual_seed(0)
+    model, x, y = WithLoss().double(), torch.randn(B, 3).double(), torch.arange(B) % 2
+    kfac = one_step(model, (x, y), lambda out: out[1], fisher=fisher)
+    truth = exact_fisher(model(x, y)[0], [model.table], "categorical", B)
+    if fisher == "empirical":
+        losses = functional.cross_entropy(model(x, y)[0], y, reduction="none")
+        rows = torch.stack([torch.autograd.grad(one, model.table, retain_graph=True)[0] for one in losses])
+        truth = rows.mT @ rows / B
+    assert kfac.report()["table"].block == "gradients of cases"
+    torch.testing.assert_close(block_of(kfac, "table").to_dense(), truth, **TIGHT)
+
+
+def test_one_odd_batch_does_not_give_up_the_gradients_of_cases() -> None:
+    """A (T, T) mask is cut into cases in the one batch that has T of them."""
+
+    class Masked(Table):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * mask.sum()
+
+    torch.manual_seed(0)
+    model = Masked().double()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1)
+    for cases in (6, 4, 6, 6):
+        run(model, (torch.randn(cases, 3).double(), torch.rand(4, 4).double()), lambda out: out.square().mean())
+        kfac.step()
+    assert kfac.report()["table"].block == "gradients of cases"
+    assert kfac.report()["table"].note == "its use by Index is not recognised"
 
 
 def test_why_not_case_by_case() -> None:

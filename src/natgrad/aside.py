@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+
+_OWN = frozenset(vars(nn.Module()))  # what torch keeps in a module
 
 
 @contextmanager
@@ -23,7 +26,7 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
         (value, value.copy())
         for _, values in attributes
         for name, value in values.items()
-        if not name.startswith("_") and isinstance(value, list | dict | set)
+        if name not in _OWN and isinstance(value, list | dict | set | deque)
     ]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
@@ -35,13 +38,12 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
                 vars(module).update(values)
             for container, before in containers:
                 container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
+                container.extend(before) if isinstance(container, list | deque) else container.update(before)
 
 
-def cut_into_cases(tree: Any, cases: int) -> tuple[list[Any], list[bool], Any]:
-    """The leaves of nested inputs, which of them have cases along their first axis, and how to put them together."""
-    leaves, structure = pytree.tree_flatten(tree)
-    return leaves, [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == cases for x in leaves], structure
+def have_cases(leaves: Iterable[Any], cases: int) -> list[bool]:
+    """Which inputs have cases along their first axis."""
+    return [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == cases for leaf in leaves]
 
 
 def draw_cases(cases: int, fraction: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -53,7 +55,8 @@ def draw_cases(cases: int, fraction: float, generator: torch.Generator | None, d
 
 def take_cases(tree: Any, cases: int, chosen: Tensor) -> Any:
     """Nested inputs with only the chosen cases of every tensor whose first axis runs over cases."""
-    leaves, by_case, structure = cut_into_cases(tree, cases)
+    leaves, structure = pytree.tree_flatten(tree)
+    by_case = have_cases(leaves, cases)
     if not any(by_case):
         raise ValueError(
             f"stats_fraction: no input has the batch of {cases} along its first axis, so that no part of it can be "

@@ -122,8 +122,11 @@ class Pass:
             with _undisturbed(gradient.device):
                 self._add(tap, gradient.detach().reshape(1, -1), ())
 
-    def finish(self) -> None:
-        """Does what the backward has left to do: vectors with several uses, and the model case by case."""
+    def finish(self, *, alone: bool) -> None:
+        """Does what the backward has left to do: vectors with several uses, and the model case by case.
+
+        `alone` says that no other pass had a part in the same backward.
+        """
         if self._taps is None:
             return
         for number, gradients in self._summed.items():
@@ -131,7 +134,7 @@ class Pass:
                 self._add_rows(self._taps[number], gradients)
         self._summed.clear()
         if self._remaining.derivatives:
-            for number, gradients in self._remaining.rows_that_arrived():
+            for number, gradients in self._remaining.rows_that_arrived(alone=alone):
                 with _undisturbed(gradients.device):
                     self._add(self._taps[self._first_rest + number], gradients, ())
 

@@ -17,6 +17,7 @@ from natgrad.statistics.vectors import Vector
 FALLBACKS = ("per-case", "batch", "optimizer")
 # Larger parameters would need too much memory with one gradient a case.
 PER_CASE_ELEMENTS = 2**16
+_HALF = (torch.float16, torch.bfloat16)
 _DIFFERS = "its cases' gradients do not add up to the batch's: cases see each other, or it draws random numbers"
 
 
@@ -29,7 +30,9 @@ class Fallback:
     limit: int
     busy: bool = False
     tried: bool = False
+    worked: bool = False
     refused: str = ""  # why the model could not be run case by case
+    failures: int = 0  # in a row, after it could
 
     def uses(
         self,
@@ -64,30 +67,41 @@ class Fallback:
         draw = torch.Generator(roots[0].device).manual_seed(0)
         given = [torch.randn(r.shape, dtype=r.dtype, device=r.device, generator=draw) for r in roots]
         totals = torch.autograd.grad(roots, list(parameters.values()), given, retain_graph=True, allow_unused=True)
-        self.gradients(parameters, call, given, dict(zip(parameters, totals, strict=True)))
+        self.worked = bool(self.gradients(parameters, call, given, dict(zip(parameters, totals, strict=True))))
 
     def gradients(
         self,
         parameters: Mapping[str, Tensor],
         call: Call,
         derivatives: Sequence[Tensor | None],
-        totals: Mapping[str, Tensor | None],
+        totals: Mapping[str, Tensor | None] | None,
     ) -> dict[str, Tensor]:
-        """Each case's gradient; nothing from now on where the model does not allow it, or they are not right."""
+        """Each case's gradient; nothing where the model does not allow it, or they are not right.
+
+        Without `totals` they are not checked. What has worked before is given up after three failures in a row.
+        """
         if self.refused or all(derivative is None for derivative in derivatives):
             return {}
         self.busy = True
         try:
             found = per_case_gradients(self.model, parameters, call, derivatives)
         except NotByCaseError as error:
-            self.refused = str(error)
-            return {}
+            return self._failed(str(error))
         finally:
             self.busy = False
-        if not all(add_up(gradients, totals[name]) for name, gradients in found.items()):
-            self.refused = _DIFFERS
-            return {}
+        half = call.autocast is not None or any(d is not None and d.dtype in _HALF for d in derivatives)
+        if totals is not None and not all(
+            add_up(gradients, totals[name], exactly=not half) for name, gradients in found.items()
+        ):
+            return self._failed(_DIFFERS)
+        self.failures = 0
         return found
+
+    def _failed(self, reason: str) -> dict[str, Tensor]:
+        self.failures += 1
+        if self.failures == 3 or not self.worked:
+            self.refused = reason
+        return {}
 
 
 def _use(name: str, parameter: Tensor, source: str, rows: int, note: str) -> Use:
@@ -106,8 +120,8 @@ class Remaining:
         self.uses = uses
         self.parameters = {use.weight.name: parameters[use.weight.name] for use in uses}
         self._fallback = fallback
-        self._call = call
         self._by_case = {number for number, use in enumerate(uses) if use.form.source == PER_CASE}
+        self._call = call if self._by_case else ""
         # The outputs' derivatives and the parameters' gradients, as the user's backward brings them.
         self.derivatives: dict[int, Tensor] = {}
         self.totals: dict[int, Tensor] = {}
@@ -125,19 +139,22 @@ class Remaining:
                 yield number, total.detach().reshape(1, -1)
         yield from self._rows_of_cases(derivatives, totals)
 
-    def rows_that_arrived(self) -> Iterator[tuple[int, Tensor]]:
-        """The rows of the uses whose cases are told apart, after the user's backward."""
+    def rows_that_arrived(self, *, alone: bool) -> Iterator[tuple[int, Tensor]]:
+        """The rows of the uses whose cases are told apart, after the user's backward; checked against the gradients
+        unless other passes had a part in these.
+        """
         if self._by_case and isinstance(self._call, Call):
             derivatives = [self.derivatives.get(number) for number in range(len(self._call.positions))]
-            yield from self._rows_of_cases(derivatives, [self.totals.get(n) for n in range(len(self.uses))])
+            totals = [self.totals.get(number) for number in range(len(self.uses))] if alone else None
+            yield from self._rows_of_cases(derivatives, totals)
 
     def _rows_of_cases(
-        self, derivatives: Sequence[Tensor | None], totals: Sequence[Tensor | None]
+        self, derivatives: Sequence[Tensor | None], totals: Sequence[Tensor | None] | None
     ) -> Iterator[tuple[int, Tensor]]:
         if not self._by_case or not isinstance(self._call, Call):
             return
         names = {self.uses[number].weight.name: number for number in sorted(self._by_case)}
         wanted = {name: self.parameters[name] for name in names}
-        own = {name: totals[number] for name, number in names.items()}
+        own = None if totals is None else {name: totals[number] for name, number in names.items()}
         for name, gradients in self._fallback.gradients(wanted, self._call, derivatives, own).items():
             yield names[name], gradients.reshape(gradients.shape[0], -1)

@@ -24,7 +24,7 @@ from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
 from natgrad.capture.watch import Inputs
 from natgrad.passes import Pass
-from natgrad.per_case import Call
+from natgrad.per_case import Call, make_call
 from natgrad.remaining import Fallback, Remaining
 from natgrad.statistics.predicted import Predicted, Several, count_predictions
 from natgrad.statistics.predictive import Predictive, asks_more, predicted
@@ -119,8 +119,7 @@ class Window:
         findings = find_uses(graph, candidates, choices=self._choices, batch=batch, known=self.registry.forms())
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
-        # An output from which others are computed has their derivatives too: only the last ones are looked at.
-        last = [root for root in roots if root.grad_fn is not None and not graph.consumers[root.grad_fn]]
+        last = _last(graph, [root for root in roots if root.dim() > 0])
         call = self._call(output, last, inputs, batch.cases)
         remaining = self._remaining(graph, findings, parameters, call, last)
         findings.remaining = len(remaining.uses)
@@ -144,7 +143,9 @@ class Window:
         if by_hand:
             self._by_hand.add(current)
         if self.fisher == "empirical" or distribution is None:
-            current.listen(found, last, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses])
+            current.listen(
+                found, last or roots, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses]
+            )
         else:
             sampled = self.fisher == "sampled"
             derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
@@ -172,7 +173,7 @@ class Window:
         if self._choices.batch_axis.get("*", 0) != 0:
             return "its cases are not along the first axis"
         places = {id(tensor): place for place, tensor in enumerate(outputs.tensors(output))}
-        return Call(*inputs, cases, tuple(places[id(root)] for root in roots))
+        return make_call(inputs, cases, tuple(places[id(root)] for root in roots), roots[0].device)
 
     def _remaining(
         self,
@@ -287,8 +288,9 @@ class Window:
         better tried with the next batch.
         """
         before = self._fallback.refused
+        tasks = [current.task for current in self._counted]
         for current in self._counted:
-            current.finish()
+            current.finish(alone=tasks.count(current.task) == 1)
         return self._fallback.refused == before
 
     def commit(self, decay: float) -> Tensor:
@@ -325,12 +327,30 @@ class Window:
 
     def without_statistics(self) -> list[KroneckerBlock]:
         """Blocks that no pass of this window used."""
-        refused = PER_CASE if self._fallback.refused else ""
+        refused = PER_CASE if self._fallback.refused or self._fallback.failures else ""
         return [
             block
             for block in self.registry
             if block.form.source != refused and not any(o.has_pending for o in block.orientations)
         ]
+
+
+def _last(graph: Graph, roots: list[Tensor]) -> list[Tensor]:
+    """The outputs that no other of them is computed from: those below have their derivatives too."""
+    nodes = {root.grad_fn for root in roots}
+    found = []
+    for root in roots:
+        assert root.grad_fn is not None, "roots are attached"
+        above = [consumer.node for consumer in graph.consumers[root.grad_fn]]
+        seen: set[Node] = set()
+        while above and not nodes & seen:
+            node = above.pop()
+            if node not in seen:
+                seen.add(node)
+                above += [consumer.node for consumer in graph.consumers[node]]
+        if not nodes & seen:
+            found.append(root)
+    return found
 
 
 def _marked(node: Node, tokens: set[object]) -> bool:

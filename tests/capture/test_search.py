@@ -415,28 +415,53 @@ def test_a_shared_factor_is_not_filled_by_a_pass_that_not_all_of_its_layers_are_
     torch.testing.assert_close(b.estimate().column[0], x.mT @ x / N, **TIGHT)
 
 
+def test_learned_queries_are_rows_like_any_other() -> None:
+    """What is repeated for each case is data from there on, though it is made of parameters (Perceiver, DETR)."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents, self.q, self.k = nn.Parameter(torch.randn(2, 3)), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(self.latents.expand(len(x), -1, -1))
+            return (q @ self.k(x).mT).softmax(-1).sum(-1) @ self.k(x)[:, :2]
+
+    torch.manual_seed(0)
+    model = Queries().double()
+    kfac = one_step(model, torch.randn(N, 4, 3, dtype=torch.float64), lambda out: out.square().mean())
+    assert kfac.report()["q.weight"].block == "linear"
+    assert kfac.report()["latents"].covered
+
+
+@pytest.mark.parametrize("length", [4, N])
+@pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("leading", [True, False])
-def test_positions_looked_up_once_for_all_cases_are_seen_case_by_case(leading: bool) -> None:
+def test_positions_looked_up_once_for_all_cases_are_seen_case_by_case(leading: bool, tables: int, length: int) -> None:
     """x + emb(arange(T)), as Hugging Face's GPT-2 does: the derivative at the look-up is summed over the batch."""
 
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.place, self.head = nn.Embedding(9, 3), nn.Embedding(5, 3), nn.Linear(3, 2)
+            self.tokens, self.place, self.head = nn.Embedding(9, 3), nn.Embedding(8, 3), nn.Linear(3, 2)
+            self.kind = nn.Embedding(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             index = torch.arange(x.shape[1])
-            result: Tensor = self.head(self.tokens(x) + self.place(index[None] if leading else index))
+            index = index[None] if leading else index
+            places = self.place(index) if tables == 1 else self.place(index) + self.kind(index % 2)
+            result: Tensor = self.head(self.tokens(x) + places)
             return result
 
     torch.manual_seed(0)
-    model, x = Positions().double(), torch.randint(0, 9, (N, 4))
-    weights = torch.randn(N, 4, 2, dtype=torch.float64)
-    kfac = one_step(model, x, lambda out: (out * weights).sum() / (4 * N))
+    model, x = Positions().double(), torch.randint(0, 9, (N, length))
+    weights = torch.randn(N, length, 2, dtype=torch.float64)
+    kfac = one_step(model, x, lambda out: (out * weights).sum() / (length * N))
     g = (weights @ model.head.weight.detach()).reshape(-1, 3)
     estimate = next(block for block in kfac.blocks if block.key == "place.weight").estimate()
-    torch.testing.assert_close(estimate.row[0], g.mT @ g / (4 * N), **TIGHT)
-    torch.testing.assert_close(estimate.column[0].double(), torch.tensor([0.25] * 4 + [0.0]).double())
+    torch.testing.assert_close(estimate.row[0], g.mT @ g / (length * N), **TIGHT)
+    counts = torch.tensor([1 / length] * length + [0.0] * (8 - length))
+    torch.testing.assert_close(estimate.column[0].double(), counts.double())
     torch.testing.assert_close(float(estimate.scale[0]), 1.0)
 
 

@@ -227,6 +227,59 @@ def test_a_vector_with_several_uses_has_the_sum_of_their_gradients(fisher: str) 
         torch.testing.assert_close(block_of(kfac, name).to_dense(), truth, **TIGHT)
 
 
+def test_a_vector_that_is_subtracted_and_added() -> None:
+    """The bias of a sparse autoencoder's decoder, taken off its input: signs matter in the sum over uses."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.encode, self.decode = nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.decode(self.encode(self.first(x) - self.bias).tanh()) + self.bias
+            return result
+
+    torch.manual_seed(0)
+    model, x = Sparse().double(), torch.randn(B, 3).double()
+    kfac = one_step(model, x, lambda out: out.sum(), fisher="exact", predictive="gaussian")
+    truth = exact_fisher(model(x), [model.bias], "gaussian", B)
+    torch.testing.assert_close(block_of(kfac, "bias").to_dense(), truth, **TIGHT)
+
+
+def test_an_ambiguous_batch_goes_on_with_the_axis_known_before() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 2)).double()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1, factor_decay=0.5)
+    rows = []
+    for cases in (5, 6):  # of six tokens each
+        x = torch.randn(cases, 6, 2).double()
+        run(model, x, lambda out: out.sum() / len(out))
+        kfac.step()
+        hidden = model[1](model[0](x)).detach().requires_grad_()
+        model[2:](hidden).sum().backward()
+        rows.append(hidden.grad.sum(1))
+    expected = (0.5 * rows[0].mT @ rows[0] + rows[1].mT @ rows[1]) / (0.5 * 5 + 6)
+    torch.testing.assert_close(block_of(kfac, "1.bias").to_dense(), expected, **TIGHT)
+    assert not kfac.report()["1.bias"].note
+
+
+def test_frames_folded_into_the_batch_are_noted() -> None:
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.norm(self.conv(x.flatten(0, 1))).mean((2, 3))
+            result: Tensor = self.head(hidden.reshape(*x.shape[:2], 4).mean(1))
+            return result
+
+    model = Frames().double()
+    kfac = one_step(model, torch.randn(B, 3, 1, 5, 5).double(), lambda out: out.sum())
+    assert kfac.report()["norm.weight"].note.startswith("rows count as cases: axis 0 of (15,) is not the batch of 5")
+
+
 def test_positions_of_other_lengths_stay_in_one_block() -> None:
     """A later batch may be longer than any that statistics were taken of."""
 

@@ -72,13 +72,13 @@ def with_forms(
     for label, group in groups.items():
         before = known.get(label)
         note = next((one.use.form.note for one in group if one.use.form.note), "")
-        plain = [_formed(one, replace(one.use.form, columns=one.use.column_sizes(), note=note)) for one in group]
+        plain = [_plain(one, note) for one in group]
         if not choices.reduces(group[0].use.weight.name) or _always_expands(group):
             result += plain
         else:
-            own = batch.for_axis(choices.axis_of(group[0].use.weight.name))
-            axis = None if before is None else before.case_axis
-            reduced = [_reduced(graph, one, own, axis) for one in plain]
+            known_axis = None if before is None else before.case_axis
+            own = batch.for_axis(choices.axis_of(group[0].use.weight.name), known_axis)
+            reduced = [_reduced(graph, one, own) for one in plain]
             reasons = [f"{_EXPANDED}{one}" for one in reduced if isinstance(one, str)]
             if before is not None and before.note.startswith(_EXPANDED) and own.wanted is None:
                 # Guessed to be untold before: their statistics don't mix with those of whole cases.
@@ -94,11 +94,17 @@ def _always_expands(group: list[Found]) -> bool:
     return any(isinstance(one.use.operation, Embedding | Vector) or len(one.use.column_sizes()) != 1 for one in group)
 
 
+def _plain(one: Found, note: str) -> Found:
+    operation = one.use.operation
+    axis = operation.case_axis if isinstance(operation, Vector) else None
+    return _formed(one, replace(one.use.form, columns=one.use.column_sizes(), case_axis=axis, note=note))
+
+
 def _formed(one: Found, form: Form) -> Found:
     return replace(one, use=replace(one.use, form=form))
 
 
-def _reduced(graph: Graph, one: Found, batch: Batch, known: int | None) -> Found | str:
+def _reduced(graph: Graph, one: Found, batch: Batch) -> Found | str:
     """The use with cases for rows, or why they cannot be told apart."""
     operation = one.use.operation
     form = replace(one.use.form, reduced=True)
@@ -115,9 +121,9 @@ def _reduced(graph: Graph, one: Found, batch: Batch, known: int | None) -> Found
         leading = shape[1:]
     else:
         leading = leading_shape(graph, one.node, shape[-1])
-    axis = batch.axis(leading, known)
+    axis = batch.axis(leading)
     if isinstance(axis, str):
         return axis
     operation = replace(operation, leading=leading, case_axis=axis)
-    form = replace(form, case_axis=axis if len(leading) > 1 else known)
+    form = replace(form, case_axis=axis if len(leading) > 1 else batch.known)
     return replace(one, use=replace(one.use, operation=operation, form=form))

@@ -17,6 +17,7 @@ from natgrad.capture.graph import Consumer, Graph, kind, output_shape, saved
 from natgrad.capture.layout import Layout
 from natgrad.capture.products import plain_scale
 from natgrad.capture.use import Found, Use
+from natgrad.capture.vectors import rows_as_cases
 from natgrad.statistics.operations import Convolution, Product
 from natgrad.statistics.vectors import Place, Vector
 
@@ -70,10 +71,12 @@ def with_biases(
     parameters: Mapping[str, Tensor],
     batch: Batch,
     choices: Choices,
+    axes: Mapping[str, int | None],
 ) -> list[Found]:
     """Joins a bias to the weight whose uses alone it is added to; other biases are vectors of their own.
 
-    Not every use of the weight need add it: one that does not has a 0 in the bias's coordinate instead of a 1.
+    Not every use of the weight need add it: one that does not has a 0 in the bias's coordinate instead of a 1. `axes`
+    are the case axes known from earlier passes.
     """
     by_node: dict[Node, Layout] = {bias.product: bias.layout for added in biases.values() for bias in added}
     groups: dict[tuple[str, object], list[Found]] = {}
@@ -104,7 +107,9 @@ def with_biases(
     for name in sorted(alone):
         leaf = graph.leaves[id(parameters[name])]
         for added in biases[name]:
-            one = _free_bias(graph, added, by_product.get(added.product), leaf, batch.for_axis(choices.axis_of(name)))
+            one = _free_bias(
+                graph, added, by_product.get(added.product), leaf, batch.for_axis(choices.axis_of(name), axes.get(name))
+            )
             free.setdefault(name, []).append(one)
     result = [
         replace(one, use=replace(one.use, bias=None, adds_bias=False))
@@ -122,16 +127,16 @@ def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batc
     whole = layouts.whole(part.name, part.parameter_shape, part.parameter_shape, "r")
     place = None if part.box is None else Place((count,), part.box)
     if kind(node) == "Convolution":
-        return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), 0, None, place), ()))
+        form = rows_as_cases(batch.for_axis(None).axis(shape[:1]))
+        return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), 0, None, place), (), form))
     if product is not None and len(product.use.column_sizes()) == 2 and node is product.node and place is None:
         # With the weight's own rows: its output factor is this block, and costs nothing more.
         return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), None), (), Form((), full=True)))
     leading = leading_shape(graph, node, shape[-1])
     axis = 0 if len(leading) == 1 else batch.axis(leading)
-    form = Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
     own_axis = axis if isinstance(axis, int) else None
     operation = Vector("bias", (*leading, shape[-1]), (len(leading),), own_axis, None, place)
-    return Found(node, leaf, Use(whole, operation, (), form))
+    return Found(node, leaf, Use(whole, operation, (), rows_as_cases(axis)))
 
 
 def _takes_bias(group: list[Found], bias: Layout) -> bool:

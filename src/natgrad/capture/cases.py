@@ -34,26 +34,25 @@ def leading_shape(graph: Graph, node: Node, outputs: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Batch:
     """What is known of the batch: `sizes` of the axes of the model's output but the classes', the batch's first, and
-    `wanted`, the axis that the user says runs over cases.
+    `wanted`, the axis that the user says runs over cases, and `known`, the one found in earlier passes, which decides
+    where two axes have the batch's size.
     """
 
     sizes: tuple[int, ...] = ()
     wanted: int | None = None
+    known: int | None = None
 
     @property
     def cases(self) -> int | None:
         """How many cases there are, where the output tells it."""
         return self.sizes[0] if self.sizes else None
 
-    def for_axis(self, wanted: int | None) -> Batch:
+    def for_axis(self, wanted: int | None, known: int | None = None) -> Batch:
         """The same batch for a parameter with its own batch axis."""
-        return Batch(self.sizes, wanted)
+        return Batch(self.sizes, wanted, known)
 
-    def axis(self, leading: Sequence[int], known: int | None = None) -> int | str:
-        """The axis of `leading` that runs over cases, or why it cannot be told.
-
-        `known` is the axis found in earlier passes, which decides where two axes have the batch's size.
-        """
+    def axis(self, leading: Sequence[int]) -> int | str:
+        """The axis of `leading` that runs over cases, or why it cannot be told."""
         if len(leading) == 1 or self.wanted is not None:
             axis = 0 if len(leading) == 1 or self.wanted is None else self.wanted % len(leading)
             if self.wanted is not None and not -len(leading) <= self.wanted < len(leading) and len(leading) > 1:
@@ -67,8 +66,8 @@ class Batch:
         matching = [axis for axis, size in enumerate(leading) if size == self.cases]
         if not matching:
             return f"no axis of {tuple(leading)} has the batch's size, {self.cases}: pass batch_axis="
-        if known in matching:
-            return known
+        if self.known in matching:
+            return self.known
         if len(matching) > 1 and self.cases > 1:
             return f"several axes of {tuple(leading)} have the batch's size: pass batch_axis="
         if matching[0] > 0 and leading[0] > self.cases and leading[0] % self.cases == 0:

@@ -27,8 +27,13 @@ class Form:
     note: str = ""
 
     def fits(self, other: Form) -> bool:
-        """Whether statistics of both may be added up."""
-        return (self.columns, self.reduced, self.source) == (other.columns, other.reduced, other.source)
+        """Whether statistics of both may be added up: of one shape, and of rows of one kind."""
+        return self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        told = self.columns != () or self.case_axis is not None
+        return self.columns, self.reduced, self.source, told
 
     def to_state(self) -> dict[str, Any]:
         """Plain numbers and strings, for a checkpoint."""

@@ -115,15 +115,16 @@ class Graph:
                 after = Spread(node, view) if repeats and view is not None else spread
                 pending.append((node, view_through(node, view), after))
 
-    def is_of_parameters(self, node: Node) -> bool:
-        """Whether a node's output depends on parameters alone, not on data, as far as the graph tells.
+    def is_of_parameters(self, node: Node, cases: int | None) -> bool:
+        """Whether a node's output depends on parameters alone, not on data, as far as the graph tells. What is
+        repeated for each of so many `cases` counts as data: from there on every case has its own.
 
         A missing edge is data, unless the node may just have been given a number, which leaves its shape alone.
         """
         pending, seen = [node], {node}
         while pending:
             node = pending.pop()
-            if kind(node) in _LOOK_UPS:
+            if kind(node) in _LOOK_UPS or (kind(node) in ("Expand", "Repeat") and output_shape(node)[:1] == (cases,)):
                 return False
             if kind(node) == "AccumulateGrad" and not isinstance(variable(node), Parameter):
                 return False  # data that somebody wants the gradient of

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
-from natgrad.capture.graph import Consumer, Graph, kind, output_shape, saved, saved_integer
+from natgrad.capture.cases import RESHAPES
+from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer
 from natgrad.capture.layout import Layout
 from natgrad.capture.use import Found, Use
 from natgrad.statistics.operations import Convolution, Embedding, Product
@@ -22,7 +23,9 @@ _REASONS = dict.fromkeys(
 SPARSE = "an embedding with sparse gradients"
 
 
-def recognise(graph: Graph, name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Use | str:
+def recognise(
+    graph: Graph, name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None, cases: int | None
+) -> Use | str:
     """A use without its bias, or why there is none."""
     node_kind = kind(consumer.node)
     if node_kind in _REASONS:
@@ -30,7 +33,7 @@ def recognise(graph: Graph, name: str, parameter: Tensor, consumer: Consumer, vi
     recogniser = _RECOGNISERS.get(node_kind)
     if recogniser is not None and view is None:
         return f"its use by {node_kind} is not a plain view of it"
-    if recogniser is not None and view is not None and _is_of_parameters(graph, consumer):
+    if recogniser is not None and view is not None and _is_of_parameters(graph, consumer, cases):
         return "multiplied with another parameter"
     if node_kind == "Embedding" and saved(consumer.node, "sparse"):
         return SPARSE
@@ -40,7 +43,7 @@ def recognise(graph: Graph, name: str, parameter: Tensor, consumer: Consumer, vi
     return f"its use by {node_kind} is not recognised"
 
 
-def _is_of_parameters(graph: Graph, consumer: Consumer) -> bool:
+def _is_of_parameters(graph: Graph, consumer: Consumer, cases: int | None) -> bool:
     """Whether a product's other operand is made of parameters: then its rows are not cases."""
     if kind(consumer.node) not in OPERANDS:
         return False
@@ -50,32 +53,39 @@ def _is_of_parameters(graph: Graph, consumer: Consumer) -> bool:
         for argument, (producer, _) in enumerate(consumer.node.next_functions)
         if argument != consumer.argument and not (added and argument == 0)
     ]
-    return any(producer is not None and graph.is_of_parameters(producer) for producer in others)
+    return any(producer is not None and graph.is_of_parameters(producer, cases) for producer in others)
 
 
 def look_up_by_case(graph: Graph, one: Found, cases: int | None) -> Found:
     """A look-up of rows that are then added to every case (positions): seen at the sum, where the cases are apart."""
-    if not isinstance(one.use.operation, Embedding) or cases is None:
+    if not isinstance(one.use.operation, Embedding) or cases is None or cases == 1:
         return one
-    indices: Tensor = saved(one.node, "indices")
     node, shape = one.node, output_shape(one.node)
-    while cases not in indices.shape and (consumer := graph.only_consumer(node)) is not None:
+    while (consumer := graph.only_consumer(node)) is not None and kind(consumer.node) in (*_PASSED, "Add"):
         node = consumer.node
-        if kind(node) == "Add" and output_shape(node)[:1] == (cases,):
-            rest = output_shape(node)[1:]
-            if saved(node, "alpha") != 1 or tuple(n for n in shape if n != 1) != tuple(n for n in rest if n != 1):
-                break
-            every = indices.detach().reshape(rest[:-1]).expand(cases, *rest[:-1])
+        above = output_shape(node)
+        if kind(node) != "Add":
+            shape = above
+            continue
+        aligned = (1,) * (len(above) - len(shape)) + shape
+        if saved(node, "alpha") != 1:
+            break
+        if above == (cases, *aligned[1:]) and aligned[0] == 1:
+            if has_unpack_hook(one.node, "indices"):
+                break  # reading them would recompute a checkpointed region
+            indices: Tensor = saved(one.node, "indices")
+            every = indices.detach().reshape(above[1:-1]).expand(cases, *above[1:-1])
             return replace(one, node=node, use=replace(one.use, given=(every,)))
-        if kind(node) not in ("Unsqueeze", "View", "UnsafeView", "Expand", "ToCopy", "Add"):
+        if above != aligned:
             break
-        if kind(node) == "Add" and output_shape(node) != shape:
-            break
-    if cases > 1 and not any(size % cases == 0 for size in indices.shape):
+    if cases not in output_shape(one.node)[:-1]:
         note = "its rows belong to all cases at once: an empirical Fisher of it contains the mean gradient"
         return replace(one, use=replace(one.use, form=replace(one.use.form, note=note)))
     return one
 
+
+# Nodes between a look-up and its sum with the cases that keep its values.
+_PASSED = (*RESHAPES, "ToCopy", "Alias")
 
 OPERANDS = {
     "Addmm": ("self", "mat1", "mat2"),

@@ -23,6 +23,7 @@ from natgrad.capture.products import SPARSE, look_up_by_case, recognise
 from natgrad.capture.shares import with_shares
 from natgrad.capture.use import Findings, Found, Use
 from natgrad.capture.vectors import find_spread, find_vector
+from natgrad.statistics.operations import Embedding
 from natgrad.statistics.vectors import Vector
 
 
@@ -42,14 +43,16 @@ def find_uses(
     for name, parameter in parameters.items():
         leaf = graph.leaves.get(id(parameter))
         if leaf is not None:
-            _sort_uses(raw, graph, name, parameter, leaf, batch.for_axis(choices.axis_of(name)))
+            axis = known[name].case_axis if name in known else None
+            _sort_uses(raw, graph, name, parameter, leaf, batch.for_axis(choices.axis_of(name), axis))
     _drop_products_of_parameters(raw)
     _drop_overlapping(raw.weights, raw.findings)
     both = raw.weights.keys() & (raw.vectors.keys() | raw.biases.keys())
     raw.findings.unrecognised |= dict.fromkeys(both, "used as a matrix and as a vector")
     raw.forget([*raw.findings.unrecognised, *raw.findings.left])
     weights = {name: doubly_factored(name, uses, choices, known) for name, uses in raw.weights.items()}
-    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, batch, choices)
+    axes = {name: form.case_axis for name, form in known.items()}
+    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, batch, choices, axes)
     found = with_forms(graph, found, choices, batch, known)
     if choices.vectors == "optimizer":
         left = {one.use.weight.name for one in found if isinstance(one.use.operation, Vector)}
@@ -85,7 +88,7 @@ def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node
         if bias is not None and (product := biased_product(graph, consumer, bias.numel)) is not None:
             raw.biases.setdefault(name, []).append(Bias(product, bias, consumer.node))
             continue
-        made = recognise(graph, name, parameter, consumer, view)
+        made = recognise(graph, name, parameter, consumer, view, batch.cases)
         token = None if spread is None else find_spread(name, parameter, leaf, spread, consumer, batch)
         if isinstance(made, Use):
             one = Found(consumer.node, leaf, made)
@@ -109,7 +112,7 @@ def _drop_products_of_parameters(raw: _Raw) -> None:
     """Two weights at one node (U V, W W): their rows are not cases, whichever operand they are."""
     holders: dict[Node, list[str]] = {}
     for name, uses in raw.weights.items():
-        for one in uses:
+        for one in (one for one in uses if not isinstance(one.use.operation, Embedding)):
             holders.setdefault(one.node, []).append(name)
     for names in holders.values():
         if len(names) > 1:

@@ -21,8 +21,9 @@ def with_shares(graph: Graph, found: list[Found]) -> list[Found]:
     outputs: dict[object, int] = {}
     result = []
     for one in found:
-        packed = any(has_unpack_hook(one.node, name) for name in one.use.saved)
-        activation = None if packed or len(one.use.column_sizes()) != 1 else _activation_identity(one)
+        packed = not one.use.given and any(has_unpack_hook(one.node, name) for name in one.use.saved)
+        alone = packed or one.use.given or len(one.use.column_sizes()) != 1
+        activation = None if alone else _activation_identity(one)
         derivative = _derivative_identity(graph, one)
         numbers = [
             None if identity is None else known.setdefault(identity, len(known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -30,12 +31,14 @@ def find_vector(
     batch: Batch,
 ) -> Found | None:
     """The use of a parameter as a vector, where each case's gradient can be told; None otherwise."""
+    node_kind = kind(consumer.node)
     if view is None:
         return None
-    node_kind = kind(consumer.node)
+    if node_kind in (*_BATCH_NORMS, *_ROW_NORMS, "NativeGroupNorm") and not view.is_contiguous():
+        return None
     use: Use | None = None
     if node_kind in _BATCH_NORMS or node_kind == "NativeGroupNorm":
-        use = _channel_norm(name, parameter, consumer)
+        use = _channel_norm(name, parameter, consumer, batch)
     elif node_kind in _ROW_NORMS:
         use = _row_norm(name, parameter, consumer, batch)
     elif node_kind == "Repeat":
@@ -45,15 +48,20 @@ def find_vector(
     return None if use is None else Found(consumer.node, leaf, use)
 
 
-def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> Use | None:
+def rows_as_cases(axis: int | str) -> Form:
+    """The form of a vector: where its cases cannot be told apart, a note says so."""
+    return Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
+
+
+def _channel_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:
     """Batch and group norm: channels on axis 1, cases on axis 0."""
     node = consumer.node
     shape = output_shape(node)
     if consumer.argument not in (1, 2) or parameter.shape != shape[1:2]:
         return None
-    layout = _whole(name, parameter)
+    layout, form = _whole(name, parameter), rows_as_cases(batch.for_axis(None).axis(shape[:1]))
     if consumer.argument == 2:
-        return Use(layout, Vector("norm bias", shape, (1,), 0), ())
+        return Use(layout, Vector("norm bias", shape, (1,), 0), (), form)
     names = ("input", "result1", "result2")
     if kind(node) == "NativeGroupNorm":
         norm = vectors.ByChannel(groups=int(saved(node, "group")))
@@ -61,7 +69,7 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer) -> Use | Non
         norm = vectors.ByChannel()
     else:
         names, norm = ("input", "running_mean", "running_var"), vectors.ByChannel(eps=float(saved(node, "eps")))
-    return Use(layout, Vector("norm gain", shape, (1,), 0, norm), names)
+    return Use(layout, Vector("norm gain", shape, (1,), 0, norm), names, form)
 
 
 def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:
@@ -74,7 +82,7 @@ def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) ->
     axis = batch.axis(leading)
     kept = tuple(range(len(leading), len(shape)))
     own_axis = axis if isinstance(axis, int) else None
-    form = Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
+    form = rows_as_cases(axis)
     layout = _whole(name, parameter)
     if consumer.argument == 2:
         return Use(layout, Vector("norm bias", shape, kept, own_axis), (), form)
@@ -106,11 +114,14 @@ def _broadcast(
 ) -> Use | None:
     """x + w, x − w, x · w, and leaky slopes."""
     node = consumer.node
-    if kind(node) in ("Add", "Sub") and abs(saved(node, "alpha")) != 1:
-        return None
+    sign = 1
+    if kind(node) in ("Add", "Sub") and consumer.argument == 1:
+        sign = saved(node, "alpha") * (1 if kind(node) == "Add" else -1)
+        if abs(sign) != 1:
+            return None
     other = node.next_functions[1 - consumer.argument][0]
     # What it meets must come from the model's input; a bare tensor may as well be a table of as many rows as cases.
-    if len(node.next_functions) != 2 or other is None or graph.is_of_parameters(other):
+    if len(node.next_functions) != 2 or other is None or graph.is_of_parameters(other, batch.cases):
         return None
     names: tuple[str, ...] = ()
     multiplier: Multiplier | None = None
@@ -119,7 +130,11 @@ def _broadcast(
     elif kind(node) == "PreluKernel":
         names, multiplier = ("self",), vectors.negative_part
     word = "bias" if multiplier is None else "scale"
-    return _over(name, parameter, view, output_shape(node), word, batch, multiplier, names)
+    use = _over(name, parameter, view, output_shape(node), word, batch, multiplier, names)
+    if use is None or sign == 1:
+        return use
+    assert isinstance(use.operation, Vector), "what is broadcast is a vector"
+    return replace(use, operation=replace(use.operation, sign=-1))
 
 
 def find_spread(
@@ -160,7 +175,8 @@ def _over(
     ]
     free = [axis for axis in range(len(shape)) if axis not in own]
     sizes = [shape[axis] for axis in free]
-    axis: int | str = batch.for_axis(None).axis(sizes)
+    known = free.index(batch.known) if batch.known in free else None
+    axis: int | str = batch.for_axis(None, known).axis(sizes)
     if batch.wanted is not None and batch.wanted % len(shape) in free:
         axis = batch.for_axis(free.index(batch.wanted % len(shape))).axis(sizes)
     if isinstance(axis, str) or (batch.cases is None and batch.wanted is None):

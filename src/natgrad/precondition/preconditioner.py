@@ -136,7 +136,8 @@ class Preconditioner:
         for name, mask in self._uncovered.items():
             # A raw gradient at a natural gradient's learning rate is no step to take.
             if (whole := gradients[name]) is not None:
-                whole.masked_fill_(mask.to(whole.device), 0)
+                self._uncovered[name] = mask.to(whole.device)
+                whole.masked_fill_(self._uncovered[name], 0)
         return clipped
 
 

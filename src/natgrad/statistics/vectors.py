@@ -36,7 +36,7 @@ class Place:
 class Vector:
     """A vector that enters an activation of shape `shape`: the derivative, times `multiplier` where it scales the
     activation, summed over all but the vector's own axes `kept` and the cases' axis, is each case's gradient, of the
-    part of the parameter at `place`.
+    part of the parameter at `place`. `sign` is −1 where the vector is subtracted.
 
     Without `case_axis` every place counts as a case.
     """
@@ -47,6 +47,7 @@ class Vector:
     case_axis: int | None
     multiplier: Multiplier | None = None
     place: Place | None = None
+    sign: int = 1
 
     diagonal_input = False
 
@@ -86,6 +87,7 @@ class Vector:
             derivative = derivative.sum(summed, keepdim=True, dtype=accumulation_dtype(derivative.dtype))
         count = math.prod(self.shape[axis] for axis in cases)
         rows = derivative.permute(*cases, *summed, *self.kept).reshape(count, -1)
+        rows = rows if self.sign == 1 else -rows
         return rows if self.place is None else self.place.fill(rows)
 
 
