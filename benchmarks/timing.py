@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad
-from benchmarks.models import cifar_resnet, resnet50
+from natgrad.models import cifar_resnet, resnet50
 
 STEP, PRECONDITION, FACTOR, DECOMPOSE = "step", "precondition", "factor", "decompose"
 KINDS = (PRECONDITION, FACTOR, DECOMPOSE)
