@@ -119,9 +119,11 @@ class Window:
         findings = find_uses(graph, candidates, choices=self._choices, batch=batch, known=self.registry.forms())
         taken = {current.token for current in (*self._open, *self._counted)}
         found = [one for one in findings.found if not _marked(one.node, taken)]
-        last = _last(graph, [root for root in roots if root.dim() > 0])
-        call = self._call(output, last, inputs, batch.cases)
-        remaining = self._remaining(graph, findings, parameters, call, last)
+        unknown = self._unknown(graph, findings, parameters)
+        last = _last(graph, [root for root in roots if root.dim() > 0]) if unknown else []
+        call = self._call(output, last, inputs, batch.cases) if unknown else ""
+        uses = self._fallback.uses(unknown, parameters, call, last)
+        remaining = Remaining(self._fallback, uses, parameters, call)
         findings.remaining = len(remaining.uses)
         if not found and not remaining.uses:
             return findings
@@ -175,22 +177,15 @@ class Window:
         places = {id(tensor): place for place, tensor in enumerate(outputs.tensors(output))}
         return make_call(inputs, cases, tuple(places[id(root)] for root in roots), roots[0].device)
 
-    def _remaining(
-        self,
-        graph: Graph,
-        findings: Findings,
-        parameters: Mapping[str, Tensor],
-        call: Call | str,
-        roots: list[Tensor],
-    ) -> Remaining:
-        """The parameters without a recognised use, now or in an earlier pass, that this graph holds."""
-        names = {
+    def _unknown(self, graph: Graph, findings: Findings, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+        """The parameters without a recognised use, now or in an earlier pass, that this graph holds, and why."""
+        if self._fallback.how == "optimizer":
+            return {}
+        return {
             name: reason
             for name, reason in {**self.unrecognised, **findings.unrecognised}.items()
             if name in parameters and id(parameters[name]) in graph.leaves
         }
-        uses = [] if self._fallback.how == "optimizer" else self._fallback.uses(names, parameters, call, roots)
-        return Remaining(self._fallback, uses, parameters, call)
 
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
