@@ -91,27 +91,10 @@ class Window:
         distribution = None
         if self.fisher != "empirical" or (own_terms is None and step_terms is None):
             distribution = self._distribution(output, prediction, targets)
-        if self.fisher != "empirical":
-            assert distribution is not None, "without one, an error has been raised"
-            terms, how = distribution.terms, OWN
-        elif own_terms is not None:
-            terms, how = own_terms, OWN
-        elif step_terms is not None:
-            terms, how = step_terms, STEP
-        elif distribution is not None:
-            terms, how = distribution.terms, OWN
-        elif prediction is not None:
-            terms, how = count_predictions(prediction), OWN
-        else:
-            self.problem = (
-                "the model's output holds no prediction tensor to count loss terms in: pass loss_terms= "
-                "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
-            )
+        counted = self._count(prediction, distribution, own_terms, step_terms)
+        if counted is None:
             return None
-        if terms == 0:
-            self.ignored = True
-            self._warn("ignored", "every target of a batch was ignored at step {step}: it has no statistics")
-            return None
+        terms, how = counted
         graph = Graph(roots)
         self._refuse_hidden(graph, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
@@ -153,6 +136,32 @@ class Window:
             derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
             current.differentiate(found, derivatives, last, graph.roots if anchors is None else anchors)
         return findings
+
+    def _count(
+        self,
+        prediction: Tensor | None,
+        distribution: Predicted | None,
+        own_terms: float | None,
+        step_terms: float | None,
+    ) -> tuple[float, str] | None:
+        """N, and how it counts; None where it is not known or nothing counts."""
+        if self.fisher == "empirical" and own_terms is not None:
+            return own_terms, OWN
+        if self.fisher == "empirical" and step_terms is not None:
+            return step_terms, STEP
+        if distribution is None and prediction is None:
+            self.problem = (
+                "the model's output holds no prediction tensor to count loss terms in: pass loss_terms= "
+                "(how many terms the loss is a mean over), or kfac.capture(loss, terms=...)"
+            )
+            return None
+        terms = 0.0 if prediction is None else count_predictions(prediction)
+        terms = terms if distribution is None else distribution.terms
+        if terms == 0:
+            self.ignored = True
+            self._warn("ignored", "every target of a batch was ignored at step {step}: it has no statistics")
+            return None
+        return terms, OWN
 
     def _distribution(self, output: Any, prediction: Tensor | None, targets: Tensor | None) -> Predicted | None:
         """What the output stands for; for the empirical Fisher only where more than its shape is asked for."""
