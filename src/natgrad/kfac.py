@@ -129,8 +129,7 @@ class KFAC:
         self._damping = Hyperparameter("damping", damping, above=0)
         self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
         self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
-        if loss_terms is not None:
-            Hyperparameter("loss_terms", loss_terms, above=0)
+        terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
         rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
@@ -184,7 +183,7 @@ class KFAC:
             self._link,
             exclude=patterns("exclude", exclude, self._parameters),
             fraction=stats_fraction,
-            terms=None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0),
+            terms=terms,
             warner=self._warner,
         )
         self._watch.arm()

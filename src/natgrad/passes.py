@@ -27,8 +27,6 @@ from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
 
-_NOTHING = torch.empty(0)
-
 
 class Owner(Protocol):
     """What a pass belongs to."""
@@ -120,7 +118,7 @@ class Pass:
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
             with _undisturbed(gradient.device):
-                self._add(tap, gradient.detach().reshape(1, -1), ())
+                self._add_rows(tap, gradient.detach().reshape(1, -1))
 
     def finish(self, *, alone: bool) -> None:
         """Does what the backward has left to do: vectors with several uses, and the model case by case.
@@ -136,7 +134,7 @@ class Pass:
         if self._remaining.derivatives:
             for number, gradients in self._remaining.rows_that_arrived(alone=alone):
                 with _undisturbed(gradients.device):
-                    self._add(self._taps[self._first_rest + number], gradients, ())
+                    self._add_rows(self._taps[self._first_rest + number], gradients)
 
     def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
         done = False
@@ -300,12 +298,13 @@ def _several_uses(uses: Sequence[Use]) -> dict[int, int]:
     """The uses of vectors that have several in this pass, each with the number of the first; of those whose cases are
     told apart, so that their rows are the same.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[tuple[int, int]]] = {}
     for number, use in enumerate(uses):
-        if isinstance(use.operation, Vector) and use.operation.case_axis is not None and use.form.source == USES:
-            groups.setdefault(use.weight.label, []).append(number)
-    alike = [g for g in groups.values() if len({uses[n].operation.rows((), _NOTHING) for n in g}) == 1]
-    return {number: group[0] for group in alike if len(group) > 1 for number in group}
+        operation = use.operation
+        if isinstance(operation, Vector) and operation.case_axis is not None and use.form.source == USES:
+            groups.setdefault(use.weight.label, []).append((number, operation.shape[operation.case_axis]))
+    alike = [numbers for numbers in groups.values() if len({cases for _, cases in numbers}) == 1]
+    return {number: group[0][0] for group in alike if len(group) > 1 for number, _ in group}
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:

@@ -27,10 +27,7 @@ def doubly_factored(name: str, uses: list[Found], choices: Choices, known: Mappi
     inputs = uses[0].use.weight.shape[2]
     limit = choices.doubly_factored_above
     plain = all(
-        isinstance(one.use.operation, Product)
-        and one.use.operation == Product()
-        and one.use.weight == uses[0].use.weight
-        and one.use.weight.box is None
+        one.use.operation == Product() and one.use.weight == uses[0].use.weight and one.use.weight.box is None
         for one in uses
     )
     if asked is None and (limit is None or inputs <= limit):

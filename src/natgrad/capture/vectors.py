@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -130,11 +129,8 @@ def _broadcast(
     elif kind(node) == "PreluKernel":
         names, multiplier = ("self",), vectors.negative_part
     word = "bias" if multiplier is None else "scale"
-    use = _over(name, parameter, view, output_shape(node), word, batch, multiplier, names)
-    if use is None or sign == 1:
-        return use
-    assert isinstance(use.operation, Vector), "what is broadcast is a vector"
-    return replace(use, operation=replace(use.operation, sign=-1))
+    operation = _over(name, parameter, view, output_shape(node), word, batch, multiplier, sign)
+    return None if operation is None else Use(_whole(name, parameter), operation, names)
 
 
 def find_spread(
@@ -142,16 +138,15 @@ def find_spread(
 ) -> Found | None:
     """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
     shape = output_shape(spread.node)
-    use = _over(name, parameter, spread.view, shape, "token", batch, None, ())
-    if use is None or not isinstance(use.operation, Vector):
+    operation = _over(name, parameter, spread.view, shape, "token", batch)
+    if operation is None:
         return None
     # Copies for the cases go on side by side with them; copies for anything else are spread over the cases later on.
-    axis = use.operation.case_axis
+    axis, following = operation.case_axis, output_shape(consumer.node)
     assert axis is not None, "a spread has a case axis"
-    following = output_shape(consumer.node)
     if len(following) != len(shape) or following[axis] != shape[axis]:
         return None
-    return Found(spread.node, leaf, use)
+    return Found(spread.node, leaf, Use(_whole(name, parameter), operation, ()))
 
 
 def _over(
@@ -161,9 +156,9 @@ def _over(
     shape: tuple[int, ...],
     word: str,
     batch: Batch,
-    multiplier: Multiplier | None,
-    names: tuple[str, ...],
-) -> Use | None:
+    multiplier: Multiplier | None = None,
+    sign: int = 1,
+) -> Vector | None:
     """A view of a parameter broadcast to `shape`, one axis of which runs over cases."""
     missing = len(shape) - view.dim()
     if missing < 0:
@@ -186,7 +181,7 @@ def _over(
         return None
     # The block is the whole parameter's, of which this use may see a part (positions up to a batch's length).
     place = None if part.box is None else vectors.Place(tuple(parameter.shape), part.box)
-    return Use(_whole(name, parameter), Vector(word, shape, tuple(own), free[axis], multiplier, place), names)
+    return Vector(word, shape, tuple(own), free[axis], multiplier, place, sign)
 
 
 def _layout(name: str, parameter: Tensor, view: Tensor, axes: Sequence[int]) -> Layout | None:
