@@ -227,6 +227,26 @@ def test_a_vector_with_several_uses_has_the_sum_of_their_gradients(fisher: str) 
         torch.testing.assert_close(block_of(kfac, name).to_dense(), truth, **TIGHT)
 
 
+def test_a_free_bias_on_flattened_rows_is_noted() -> None:
+    class Flat(nn.Module):
+        """A bias of two products has a block of its own; its rows are tokens here, not cases."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 3, 3))
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = functional.linear(x.flatten(0, 1), self.a, self.bias).tanh()
+            return functional.linear(rows, self.b[0], self.bias).reshape(*x.shape[:2], 3).mean(1)
+
+    model = Flat().double()
+    kfac = one_step(model, torch.randn(B, 4, 4).double(), lambda out: out.sum())
+    line = kfac.report()["bias"]
+    assert line.block == "bias"
+    assert line.note.startswith("rows count as cases: axis 0 of (20,) is not the batch of 5")
+
+
 def test_a_vector_that_is_subtracted_and_added() -> None:
     """The bias of a sparse autoencoder's decoder, taken off its input: signs matter in the sum over uses."""
 

@@ -123,9 +123,9 @@ def with_biases(
 def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batch: Batch) -> Found:
     """A bias with a block of its own: added to a product whose weight has another bias, none, or two input factors."""
     node, part = bias.node, bias.layout
-    shape, count = output_shape(node), math.prod(part.parameter_shape)
+    shape = output_shape(node)
     whole = layouts.whole(part.name, part.parameter_shape, part.parameter_shape, "r")
-    place = None if part.box is None else Place((count,), part.box)
+    place = None if part.box is None else Place(part.parameter_shape, part.box)
     if kind(node) == "Convolution":
         form = rows_as_cases(batch.for_axis(None).axis(shape[:1]))
         return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), 0, None, place), (), form))
@@ -133,7 +133,7 @@ def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batc
         # With the weight's own rows: its output factor is this block, and costs nothing more.
         return Found(node, leaf, Use(whole, Vector("bias", shape, (1,), None), (), Form((), full=True)))
     leading = leading_shape(graph, node, shape[-1])
-    axis = 0 if len(leading) == 1 else batch.axis(leading)
+    axis = batch.axis(leading)
     own_axis = axis if isinstance(axis, int) else None
     operation = Vector("bias", (*leading, shape[-1]), (len(leading),), own_axis, None, place)
     return Found(node, leaf, Use(whole, operation, (), rows_as_cases(axis)))
