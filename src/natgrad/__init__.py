@@ -23,7 +23,20 @@ Vocabulary
 
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
+from natgrad.precondition.buffers import Grafting
 from natgrad.statistics.predictive import Bernoulli, Categorical, Gaussian
+from natgrad.trust_region.adaptive_damping import AdaptiveDamping
+from natgrad.trust_region.region import TrustRegion
 
 __version__ = "0.1.0"
-__all__ = ["KFAC", "Bernoulli", "Categorical", "Gaussian", "NatgradWarning", "__version__"]
+__all__ = [
+    "KFAC",
+    "AdaptiveDamping",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Grafting",
+    "NatgradWarning",
+    "TrustRegion",
+    "__version__",
+]

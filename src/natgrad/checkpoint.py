@@ -16,7 +16,7 @@ from natgrad.capture.layout import Layout
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.solve.solver import Side
 
-VERSION = 2
+VERSION = 3
 _KEYS = (
     "solver",
     "damping_rule",
@@ -26,6 +26,8 @@ _KEYS = (
     "stale",
     "metrics",
     "generator",
+    "schedules",
+    "buffers",
     "blocks",
     "decompositions",
 )

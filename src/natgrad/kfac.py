@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from natgrad.capture.choices import VECTORS
 from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.errors import Warner
 from natgrad.link import Link
+from natgrad.loss_scale import LossScale
 from natgrad.metrics import Metrics
 from natgrad.observer import Observer
-from natgrad.options import Hyperparameter, Interval, Number, choice, flag, fraction, whole_number
+from natgrad.options import Hyperparameter, Number, choice, flag, fraction, whole_number
 from natgrad.parameters import (
     any_nonzero,
     make_choices,
@@ -25,14 +26,22 @@ from natgrad.parameters import (
     patterns,
     refuse_several_ranks,
 )
-from natgrad.precondition.guard import all_finite, drop_unless
+from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
+from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
 from natgrad.report import NOT_YET, Report, build_report
+from natgrad.settings import Settings
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
 from natgrad.statistics.predictive import Predictive, checked_predictive
-from natgrad.window import FISHERS, Window
+from natgrad.trust_region.adaptive_damping import AdaptiveDamping
+from natgrad.trust_region.controller import Controller
+from natgrad.trust_region.history import History
+from natgrad.trust_region.objective import Objective
+from natgrad.trust_region.region import TrustRegion, checked_region
+from natgrad.update import Update, names
+from natgrad.window import ACCUMULATED, FISHERS, Window
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
@@ -53,11 +62,18 @@ class KFAC:
         lr: the learning rate, where there is no optimizer to read it from.
         factor_update_steps: take statistics every so many steps.
         inv_update_steps: decompose the factors every so many steps.
-        damping: λ, added to the Fisher.
+        damping: λ, added to the Fisher; a `natgrad.AdaptiveDamping` finds it while training.
         damping_rule: ``"joint"`` (eigen only, its default), ``"pi"`` (default of inverse) or ``"plain"``.
         solver: ``"eigen"`` or ``"inverse"`` (Cholesky).
         factor_decay: ξ, the weight of the past in the running averages.
-        kl_clip: κ: the step is scaled down so that α² vᵀ∇ stays below it; None for no clip.
+        kl_clip: κ: the step is scaled down so that α² vᵀ∇ stays below it; a `natgrad.TrustRegion` to bound the step
+            that the optimizer really takes, or to measure with the exact Fisher; None for no clip.
+        l2: the coefficient of ½ l2 |θ|² where *the loss* has such a term: its curvature is added to the Fisher, beside
+            the damping. Not the optimizer's weight decay, which K-FAC does not see.
+        raw_momentum: μ of a running sum m ← μ m + ∇ of raw gradients, which is preconditioned in place of ∇. 0 leaves
+            momentum to the optimizer, which sums preconditioned gradients.
+        grafting: ``"sgd"`` or ``"adam"`` (or a `natgrad.Grafting`): K-FAC's direction with the length, layer by layer,
+            of that optimizer's update, so that its learning rate carries over.
         fisher: ``"empirical"`` (the training targets), ``"sampled"`` (targets drawn from the model) or ``"exact"``
             (their expectation; one backward per output).
         predictive: what the output stands for: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance);
@@ -65,7 +81,10 @@ class KFAC:
             output to a `torch.distributions` object; or a dict of these, one per head of a dict of outputs.
         loss_terms: N, for the empirical Fisher: how many terms the loss of a whole step is a mean over, where that is
             not the number of predictions in the model's output: 1 for a summed loss, all elements for `nn.MSELoss`,
-            all micro-batches together for an accumulated loss divided by their number.
+            all micro-batches together for an accumulated loss.
+        accumulated_loss: several backward passes feed a step: ``"mean"`` where each loss is divided by their number,
+            ``"sum"`` where it is not.
+        grad_scaler: the `torch.amp.GradScaler` of a loop that calls `step` itself; `attach` takes it too.
         sharing: ``"expand"`` (places and tokens count as uncorrelated rows) or ``"reduce"`` (averaged over each case's
             places first: cheaper); or a dict from name patterns to these.
         batch_axis: for ``"reduce"`` on sequences, the axis of (B, T, ...) that runs over cases, or a dict from name
@@ -97,10 +116,15 @@ class KFAC:
         damping_rule: str | None = None,
         solver: str = "eigen",
         factor_decay: Number = 0.95,
-        kl_clip: Number | None = 1e-3,
+        kl_clip: Number | TrustRegion | None = 1e-3,
+        l2: Number = 0.0,
+        raw_momentum: Number = 0.0,
+        grafting: str | Grafting | None = None,
         fisher: str = "empirical",
         predictive: Predictive = "categorical",
         loss_terms: Number | None = None,
+        accumulated_loss: str | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         sharing: str | Mapping[str, str] = "expand",
         batch_axis: int | Mapping[str, int] | None = None,
         doubly_factored: Iterable[str] | Mapping[str, Sequence[int]] = (),
@@ -124,11 +148,20 @@ class KFAC:
         rule = choice("damping_rule", _DEFAULT_RULE[solver] if damping_rule is None else damping_rule, RULES)
         if (solver, rule) == ("inverse", "joint"):
             raise ValueError("damping_rule='joint' needs solver='eigen'; the inverse solver knows 'pi' and 'plain'")
-        self._factor_interval = Interval("factor_update_steps", factor_update_steps)
-        self._refresh_interval = Interval("inv_update_steps", inv_update_steps)
-        self._damping = Hyperparameter("damping", damping, above=0)
-        self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
-        self._kappa = None if kl_clip is None else Hyperparameter("kl_clip", kl_clip, above=0)
+        region = checked_region(kl_clip)
+        self._settings = Settings(
+            damping=damping,
+            factor_decay=factor_decay,
+            l2=l2,
+            raw_momentum=raw_momentum,
+            factor_update_steps=factor_update_steps,
+            inv_update_steps=inv_update_steps,
+            region=region,
+        )
+        graft = checked_grafting(grafting)
+        if accumulated_loss is not None:
+            choice("accumulated_loss", accumulated_loss, ACCUMULATED)
+        scale = LossScale(grad_scaler)
         terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
         rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -162,6 +195,7 @@ class KFAC:
         self._solved_version = 0
         self._preconditioner = Preconditioner(solver, rule)
         self._metrics = Metrics()
+        self._history = History()
         self._warner = Warner()
         self._watch = Watch(model, self, KFAC._observe, unfuse=unfuse_recurrent)
         runner = Fallback(innermost(model), fallback, PER_CASE_ELEMENTS)
@@ -173,6 +207,8 @@ class KFAC:
             generator=generator,
             choices=choices,
             fallback=runner,
+            accumulated=accumulated_loss,
+            scale=scale,
             warn=self._warner.once,
         )
         self._observer = Observer(
@@ -186,6 +222,11 @@ class KFAC:
             terms=terms,
             warner=self._warner,
         )
+        adaptive = damping if isinstance(damping, AdaptiveDamping) else None
+        observer = self._observer  # not through self: a KFAC that nobody holds must go at once
+        again = Objective(innermost(model), predictive, lambda: observer.targets)
+        self._control = Controller(region, adaptive, again)
+        self._update = Update(self._parameters, self._registry, self._link, self._control, graft)
         self._watch.arm()
 
     # In the training loop
@@ -199,9 +240,25 @@ class KFAC:
     def targets(self, targets: Any) -> None:
         self._observer.targets = targets
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> KFAC:
-        """Preconditions right before every ``optimizer.step()`` from now on; the loop does not change."""
-        self._link.attach(optimizer, self._before_optimizer)
+    @property
+    def objective(self) -> Callable[[], Tensor] | None:
+        """A function that computes the present batch's loss anew, ``lambda: loss_of(model(x), y)``: what adaptive
+        damping and an exact trust region ask for, before every ``optimizer.step()``. It leaves no trace in the model.
+        """
+        return self._control.closure
+
+    @objective.setter
+    def objective(self, closure: Callable[[], Tensor] | None) -> None:
+        self._control.closure = closure
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, grad_scaler: torch.amp.GradScaler | None = None) -> KFAC:
+        """Preconditions right before every ``optimizer.step()`` from now on; the loop does not change.
+
+        `grad_scaler` is the scaler that steps the optimizer, in loops with float16.
+        """
+        scale = self._window.scale if grad_scaler is None else LossScale(grad_scaler)
+        self._link.attach(optimizer, self._before_optimizer, self._after_optimizer)
+        self._window.scale = scale
         self._arm_if_due()
         return self
 
@@ -255,33 +312,80 @@ class KFAC:
                 "this KFAC was detached before it had statistics; it observes again from now on: "
                 "call step() after the next backward()"
             )
+        self._window.scale.refuse_scaled(self._link.optimizer)
+        if self._control.needs_optimizer:
+            self._link.follow(self._after_optimizer)
         self._advance()
 
     def _before_optimizer(self) -> None:
         if self._gradients_present():
+            if self._watch.armed:
+                self._window.scale.refuse_unknown()
             self._advance()
 
     @torch.no_grad()
     def _advance(self) -> None:
-        step = self._step
-        kappa = None if self._kappa is None else self._kappa.at(step)
-        damping = self._damping.at(step)
-        if kappa is not None and not self._link.has_rate:
+        now = self._settings.at(self._step)
+        self._refuse_lacking_optimizer()
+        self._control.check(self._step)
+        self._link.read()
+        usable = self._window.scale.unscale(self._link.optimizer)
+        gradients: dict[str, Tensor | None] = {
+            name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
+        }
+        if self._watch.armed and not self._take_statistics(gradients, usable):
+            return
+        self._refresh_if_due(now.total_damping)
+        if self._control.needs_optimizer:
+            self._control.begin(self._step, now.cap, now.l2, self._moving(), gradients)
+        clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
+        if finite is not None:
+            self._metrics.skipped_steps += (~finite).to(torch.int64)
+            if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
+                self._warn_of_nan()
+        self._metrics.damping = now.damping
+        self._step += 1
+        self._warner.step = self._step
+        if not self._control.cuts_steps:
+            self._note(clip, now.cap)
+        if not self._control.waiting:
+            self.targets = None  # the next batch has its own
+        self._arm_if_due()
+
+    def _refuse_lacking_optimizer(self) -> None:
+        region = self._control.region
+        if region is not None and region.of == "gradient" and not self._link.has_rate:
             raise ValueError(
                 "the KL clip needs the learning rate: pass optimizer= or lr=, attach(optimizer), or switch it off "
                 "with kl_clip=None"
             )
-        self._link.read()
-        gradients: dict[str, Tensor | None] = {
-            name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
+        if self._control.needs_optimizer and self._link.optimizer is None:
+            raise ValueError(
+                "AdaptiveDamping and TrustRegion(of='step') look at what the optimizer does: attach(optimizer), or "
+                "pass optimizer="
+            )
+
+    def _moving(self) -> dict[str, Tensor]:
+        """The parameters that the optimizer moves."""
+        return {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if self._link.holds(parameter) and parameter.is_floating_point() and parameter.numel()
         }
-        if self._watch.armed and not self._take_statistics(gradients):
-            return
-        self._refresh_if_due(damping)
-        self._guarded_precondition(gradients, damping, kappa)
-        self._step += 1
-        self._warner.step = self._step
-        self._arm_if_due()
+
+    def _after_optimizer(self) -> None:
+        if self._control.waiting:
+            cap = self._control.cap
+            clip = self._control.finish(self._moving(), [one.block for one in self._preconditioner.solved.values()])
+            self.targets = None
+            if clip is not None:
+                self._note(clip, cap)
+
+    def _note(self, clip: Clip | None, cap: float | None) -> None:
+        """Takes down how far the last step went."""
+        self._metrics.clip = clip
+        if clip is not None:
+            self._history.add(self._step - 1, self._metrics.damping, cap, clip)
 
     # Statistics
 
@@ -295,7 +399,7 @@ class KFAC:
             self.detach()
             raise ValueError(f"no parameter of this model can be preconditioned ({reasons})")
 
-    def _take_statistics(self, gradients: Mapping[str, Tensor | None]) -> bool:
+    def _take_statistics(self, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
         if window.terms == 0:
@@ -324,18 +428,18 @@ class KFAC:
                 "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
                 "the loss looks at?"
             )
-        refused = window.commit(self._decay.at(step))
-        self._metrics.rejected_statistics += refused
+        refused = window.commit(self._settings.decay.at(step), usable)
+        # What a scaler skips is in the order of things, and not counted.
+        self._metrics.rejected_statistics += refused if usable is None else refused * usable
         self._refused = refused
         self._watch.disarm()
         self._factors_at = step if complete else None
         self._stale = True
-        self.targets = None  # the next batch has its own
         return True
 
     def _arm_if_due(self) -> None:
         last, step = self._factors_at, self._step
-        if last is None or step - last >= self._factor_interval.at(step):
+        if last is None or step - last >= self._settings.factor_interval.at(step):
             self._watch.arm()
 
     # Decompositions
@@ -348,7 +452,7 @@ class KFAC:
     def _refresh_if_due(self, damping: float) -> None:
         self._follow_registry()
         step, solved = self._step, self._preconditioner.solved
-        due = self._refreshed_at is None or step - self._refreshed_at >= self._refresh_interval.at(step)
+        due = self._refreshed_at is None or step - self._refreshed_at >= self._settings.refresh_interval.at(step)
         everything = due and (self._stale or self._preconditioner.solver == "inverse")
         if due:
             self._refreshed_at, self._stale = step, False
@@ -375,6 +479,8 @@ class KFAC:
         self._warn_of_nan()  # the device has been waited for anyway
 
     def _warn_of_nan(self) -> None:
+        if self._window.scale.known:
+            return  # a scaler looks for the largest scale by going too far now and then
         refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
         if refused or skipped:
             self._warner.once(
@@ -382,38 +488,6 @@ class KFAC:
                 f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, and the gradients "
                 f"of {skipped} steps were set to zero; kfac.metrics() keeps count",
             )
-
-    # Preconditioning
-
-    def _guarded_precondition(
-        self, gradients: Mapping[str, Tensor | None], damping: float, kappa: float | None
-    ) -> None:
-        """Preconditions; one NaN anywhere means that this batch has no usable gradient, and all of it is dropped."""
-        solved = {name for member in self._preconditioner.solved.values() for name in _names(member.block)}
-        others = {
-            name: gradient
-            for name, gradient in gradients.items()
-            if gradient is not None and name not in solved and gradient.layout == torch.strided and gradient.numel()
-        }
-        finite = all_finite(list(others.values()))
-        clip = self._preconditioner.precondition(
-            gradients,
-            damping=damping,
-            kappa=kappa,
-            learning_rate=lambda name: self._link.rate(name, self._step),
-            finite=finite,
-        )
-        finite = finite if clip is None else clip.finite
-        if finite is not None:
-            drop_unless(finite, list(others.values()))
-            self._metrics.skipped_steps += (~finite).to(torch.int64)
-            if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
-                self._warn_of_nan()
-        # A raw gradient at a natural gradient's learning rate is no step to take.
-        waiting = [others[name] for block in self._registry for name in _names(block) if name in others]
-        if waiting:
-            torch._foreach_zero_(waiting)
-        self._metrics.clip, self._metrics.damping = clip, damping
 
     def _gradients_present(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters.values())
@@ -448,14 +522,21 @@ class KFAC:
         return f"<KFAC({how}, fisher={self._window.fisher!r}): {state}; print(kfac.report()) for more>"
 
     def metrics(self) -> dict[str, float | int | None]:
-        """Numbers of the last step. Nothing waits for the device until this is called.
+        """Numbers of the last step; `history` has them of all. Nothing waits for the device until this is called.
 
-        ``predicted_kl`` ½α²vᵀ(F̂+λ)v of the clipped step, as the quadratic model sees it, ``clip_factor`` ν, ``damping``
-        λ, ``eigenvalue_min`` / ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in
-        steps (the oldest), and counts: ``rejected_statistics`` (not finite), ``failed_decompositions``,
-        ``skipped_steps`` (gradient not finite).
+        ``predicted_kl`` ½δᵀFδ of the clipped step, as the quadratic model sees it, ``clip_factor`` ν, ``damping`` λ,
+        ``eigenvalue_min`` / ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in
+        steps (the oldest), ``reduction_ratio`` ρ of the last comparison (adaptive damping), and counts:
+        ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not finite).
         """
-        return self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
+        numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
+        return numbers if self._control.ratio is None else {**numbers, "reduction_ratio": self._control.ratio}
+
+    def history(self) -> dict[str, list[float | None]]:
+        """``step``, ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last 10,000, as
+        lists. Waits for the device once.
+        """
+        return self._history.columns()
 
     # Checkpoints
 
@@ -477,6 +558,8 @@ class KFAC:
             "stale": self._stale,
             "metrics": self._metrics.state(),
             "generator": None if generator is None else generator.get_state(),
+            "schedules": self._settings.state(),
+            "buffers": self._update.buffers.state(),
             "blocks": checkpoint.save_blocks(self._registry),
             "decompositions": checkpoint.save_solved(self._preconditioner) if decompositions else None,
         }
@@ -491,7 +574,7 @@ class KFAC:
         blocks = [
             block
             for block in checkpoint.load_blocks(state, self._parameters)
-            if not any(map(self._observer.excludes, _names(block))) and not self._window.leaves(block)
+            if not any(map(self._observer.excludes, names(block))) and not self._window.leaves(block)
         ]
         preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
         same = state["solver"] == preconditioner.solver and (
@@ -501,6 +584,7 @@ class KFAC:
         if fits:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
         generator = checkpoint.load_generator(state["generator"], self._window.generator)
+        buffers = Buffers.load(state["buffers"], self._parameters)
         self._window.close()
         self._window.unrecognised.clear()
         self._window.left.clear()
@@ -512,10 +596,12 @@ class KFAC:
         self._factors_at = state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
         self._metrics.load(state["metrics"])
+        self._update.buffers = buffers
+        self._settings.load(state["schedules"])
         if generator is not None and self._window.generator is not None:
             self._window.generator.set_state(generator)
         if blocks and not fits:
-            self._refresh(blocks, self._damping.at(self._step))
+            self._refresh(blocks, self._settings.at(self._step).total_damping)
         self._arm_if_due()
 
     def __reduce__(self) -> str:
@@ -527,7 +613,3 @@ class KFAC:
 
 def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'} taken"
-
-
-def _names(block: KroneckerBlock) -> list[str]:
-    return [layout.name for layout in block.layouts]

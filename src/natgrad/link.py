@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Link:
         self._optimizer = optimizer
         self._lr = lr
         self._hook: RemovableHandle | None = None
+        self._after: RemovableHandle | None = None
         self._rates: dict[int, LearningRate] = {}  # parameter id → the learning rate of its group
 
     @property
@@ -44,8 +46,13 @@ class Link:
         """Whether there is a learning rate to read."""
         return self._lr is not None or self._optimizer is not None
 
-    def attach(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
-        """Runs `before` right before every step of the optimizer."""
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, attached or read."""
+        return self._optimizer
+
+    def attach(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Runs `before` right before every step of the optimizer and `after` right after it."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if self.attached:
@@ -73,10 +80,21 @@ class Link:
         self.read()
         # A compiled optimizer.step() runs this eagerly.
         self._hook = optimizer.register_step_pre_hook(torch.compiler.disable(hook))
+        self.follow(after)
         vars(optimizer).setdefault(_LINKS, weakref.WeakSet()).add(self)
 
+    def follow(self, after: Callable[[], None]) -> None:
+        """Runs `after` right after every step of the optimizer, before other hooks look at what it did."""
+        if self._after is None and self._optimizer is not None:
+            self._after = self._optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: after()))
+            hooks = cast("OrderedDict[int, Any]", self._optimizer._optimizer_step_post_hooks)
+            hooks.move_to_end(self._after.id, last=False)
+
     def detach(self) -> None:
-        """Undoes `attach`."""
+        """Undoes `attach` and `follow`."""
+        if self._after is not None:
+            self._after.remove()
+            self._after = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.precondition.stack import SolvedBlock
-from natgrad.precondition.trust_region import Clip
 from natgrad.solve.linalg import symmetric_eigen
 
 _COUNTERS = ("rejected_statistics", "failed_decompositions", "skipped_steps")

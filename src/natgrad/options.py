@@ -77,6 +77,15 @@ class Hyperparameter:
             raise ValueError(f"{self.name} must be {bounds}, got {value!r}{where}")
         return number
 
+    def state(self) -> Any:
+        """The state of a schedule that has one: driven by the loop, or adaptive."""
+        return self.value.state_dict() if hasattr(self.value, "state_dict") else None
+
+    def load(self, state: Any) -> None:
+        """Goes on from a checkpoint; a schedule that has no state, or is new, stays as it is."""
+        if state is not None and hasattr(self.value, "load_state_dict"):
+            self.value.load_state_dict(state)
+
 
 class Interval(Hyperparameter):
     """A whole number of steps."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from natgrad.blocks.factor import commit
+from natgrad.blocks.factor import commit, scale_moments
 from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
@@ -23,12 +23,14 @@ from natgrad.capture.graph import Graph, marks
 from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
 from natgrad.capture.watch import Inputs
+from natgrad.loss_scale import LossScale
 from natgrad.passes import Pass
 from natgrad.per_case import Call, make_call
 from natgrad.remaining import Fallback, Remaining
 from natgrad.statistics.predicted import Predicted, Several, count_predictions
 from natgrad.statistics.predictive import Predictive, asks_more, predicted
 
+ACCUMULATED = ("sum", "mean")
 FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
 # because it goes on from an earlier pass of the same loss.
@@ -48,9 +50,14 @@ class Window:
         generator: torch.Generator | None,
         choices: Choices,
         fallback: Fallback,
+        accumulated: str | None,
+        scale: LossScale,
         warn: Callable[[str, str], None],
     ) -> None:
         self.registry = registry
+        self.scale = scale
+        self._accumulated = accumulated
+        self._period: object = None  # the scaler's, in which the counted passes were seen
         self._choices = choices
         self._fallback = fallback
         self.fisher = fisher
@@ -201,18 +208,22 @@ class Window:
         current.task = torch._C._current_graph_task_id()
         covered = {layout.name for use in current.uses for layout in (use.weight, use.bias) if layout is not None}
         fresh = all(self._parameters[name].grad is None for name in covered)
-        if self._counted and fresh and all(other.task != current.task for other in self._counted):
-            # Gradients were thrown away since (a skipped batch, another network's turn): so are their statistics.
+        another = all(other.task != current.task for other in self._counted)
+        # Gradients were thrown away since (a skipped batch, another network's turn; a step that the scaler skipped):
+        # so are their statistics.
+        if self._counted and another and (fresh or self._period is not self.scale.period):
             self._discard()
+        self._period = self.scale.period
         if (
             self.fisher == "empirical"
+            and self._accumulated is None
             and current.kind == OWN
             and any(o.task != current.task and o.kind == OWN for o in self._counted)
         ):
             self._warn(
                 "accumulated",
                 "several backward passes feed one step: each loss is taken to be a mean over its own predictions. "
-                "Where they are divided by their number, pass loss_terms= (the terms of all of them together)",
+                "Where each is divided by their number, pass accumulated_loss='mean'; otherwise 'sum'",
             )
         self._open.discard(current)
         self._counted.append(current)
@@ -245,12 +256,13 @@ class Window:
         )
 
     def half(self) -> None:
-        """The derivatives are float16: probably of a scaled loss, whose scale is not undone."""
-        self._warn(
-            "float16",
-            "derivatives are float16. If a GradScaler scales the loss, K-FAC takes the scale for curvature and "
-            "training stops: use bfloat16 autocast, which needs no scaler",
-        )
+        """The derivatives are float16: probably of a scaled loss, whose scale must be known to be undone."""
+        if not self.scale.known:
+            self._warn(
+                "float16",
+                "derivatives are float16, and K-FAC knows of no GradScaler. If one scales the loss, its scale is taken "
+                "for curvature and training stops: attach(optimizer, grad_scaler=scaler)",
+            )
 
     def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:
         if "CheckpointFunctionBackward" not in graph:
@@ -297,16 +309,27 @@ class Window:
             current.finish(alone=tasks.count(current.task) == 1)
         return self._fallback.refused == before
 
-    def commit(self, decay: float) -> Tensor:
-        """Moves the running averages of every block that was used.
+    def commit(self, decay: float, usable: Tensor | None = None) -> Tensor:
+        """Moves the running averages of every block that was used, unless the whole step is not `usable`.
 
         Returns how many factors were refused as not finite, on the device.
         """
         used = [o for block in self.registry for o in block.orientations if o.has_pending]
+        if self.fisher == "empirical":
+            scale_moments([orientation.row for orientation in used], self._loss_factor())
         commit_counts(used, decay, self.terms)
-        finite = commit(self.registry.factors(), decay)
+        finite = commit(self.registry.factors(), decay, usable)
         self.close()
         return (~finite).sum()
+
+    def _loss_factor(self) -> float | Tensor:
+        """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that
+        each was divided by, less what a scaler multiplied it with.
+        """
+        own = {current.task for current in self._counted if current.kind == OWN}
+        factor = float(len(own)) if self._accumulated == "mean" and own else 1.0
+        scaled = self.scale.factor
+        return factor if scaled is None else factor / scaled.double()
 
     def close(self) -> None:
         """Forgets everything that did not reach the running averages."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.foreach import multiply_all
+
 Rows = int | float | Tensor
 
 
@@ -65,18 +67,31 @@ class Factor:
         """An independent factor with the same state."""
         twin = Factor.__new__(Factor)
         twin.sum, twin.weight, twin.diagonal = self.sum.clone(), self.weight.clone(), self.diagonal
-        twin._pending, twin._pending_rows = self._pending, self._pending_rows
+        # Moments are scaled and committed in place: never the same memory twice.
+        twin._pending = None if self._pending is None else self._pending.clone()
+        twin._pending_rows = self._pending_rows
         return twin
 
 
-def commit(factors: Iterable[Factor], decay: float) -> Tensor:
-    """Moves the running averages by what came in, each unless that is not finite.
+def scale_moments(factors: Iterable[Factor], factor: float | Tensor) -> None:
+    """Multiplies the derivatives that have come in since the last commit, before their squares are averaged."""
+    moments = [one._pending for one in dict.fromkeys(factors) if one._pending is not None]
+    if isinstance(factor, Tensor):
+        multiply_all(moments, factor.square())
+    elif factor != 1:
+        torch._foreach_mul_(moments, factor**2)
+
+
+def commit(factors: Iterable[Factor], decay: float, usable: Tensor | None = None) -> Tensor:
+    """Moves the running averages by what came in, each unless that is not finite, and none unless `usable`.
 
     Returns which were finite, on the device. All factors together, so that this is a few launches and one a factor.
     """
     moved = [factor for factor in factors if factor._pending is not None]
     moments = [factor._pending for factor in moved if factor._pending is not None]
     finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
+    if usable is not None:
+        finite = finite & usable.to(finite.device)
     # Into the moments, which nobody needs any more: no third copy of all factors.
     torch._foreach_add_(moments, [factor.sum for factor in moved], alpha=decay)
     for factor, flag, total in zip(moved, finite.unbind(), moments, strict=True):

@@ -8,7 +8,7 @@ feature map (Ba et al. 2017, section 4), or none where the parameter is a vector
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -37,6 +37,16 @@ class Estimate:
         """The input side, A, where it is one factor."""
         (column,) = self.sides[1:]
         return column
+
+    def times(self, matrices: Tensor) -> Tensor:
+        """The blocks times (stack, rows, columns)."""
+        product = _acting(self.sides[0], matrices.mT).mT
+        # Each column side in turn acts on the last axis, which then makes room for the one before it.
+        for side in reversed(self.sides[1:]):
+            size = side.shape[-1]
+            acted = _acting(side, product.reshape(product.shape[0], -1, size))
+            product = acted.reshape(*product.shape[:2], -1, size).mT.reshape(product.shape)
+        return product * self.scale[:, None, None]
 
 
 class Orientation:
@@ -171,6 +181,13 @@ class KroneckerBlock:
         return combine_orientations(estimates)
 
     @torch.no_grad()
+    def quadratic(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """δᵀF̂δ of the undamped block, for a direction δ by parameter name; needs statistics."""
+        parts = [layout.to_matrix(direction[layout.name]) for layout in self.layouts]
+        matrices = torch.cat(parts, dim=2).to(self.straight.row.sum.dtype)
+        return (matrices * self.estimate().times(matrices)).sum(dtype=torch.float64)
+
+    @torch.no_grad()
     def to_dense(self) -> Tensor:
         """The undamped Fisher block, ordered as the parameters in `names`, flattened as PyTorch stores them and
         concatenated.
@@ -204,6 +221,11 @@ def combine_orientations(estimates: Sequence[Estimate]) -> Estimate:
     total = torch.stack(traces).sum(0)
     shares = [torch.where(total > 0, trace / total, 1.0 / len(traces)) for trace in traces]
     return Estimate((_weighted_sum(rows, shares), _weighted_sum(columns, shares)), total)
+
+
+def _acting(side: Tensor, matrices: Tensor) -> Tensor:
+    """A symmetric or diagonal side on the last axis."""
+    return matrices * side[:, None, :] if side.dim() == 2 else matrices @ side
 
 
 def _trace(side: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
@@ -29,13 +30,18 @@ def attached_tensors(output: Any) -> list[Tensor]:
     return [tensor for tensor in tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
 
 
+def depends(tensor: Tensor) -> bool:
+    """Whether a tensor depends on the parameters, as backward or forward mode sees it."""
+    return tensor.requires_grad or forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def prediction(output: Any) -> Tensor | None:
-    """The tensor that holds the predictions: the output itself, its `logits`, or the first with a gradient that is
-    not a scalar.
+    """The tensor that holds the predictions: the output itself, its `logits`, or the first that depends on the
+    parameters and is not a scalar.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
         return named
     if isinstance(output, Tensor):
         return output if output.dim() > 0 else None
-    return next((tensor for tensor in tensors(output) if tensor.requires_grad and tensor.dim() > 0), None)
+    return next((tensor for tensor in tensors(output) if depends(tensor) and tensor.dim() > 0), None)

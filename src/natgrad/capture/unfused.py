@@ -29,11 +29,12 @@ class Unfused:
     """While armed, `nn.LSTM`, `nn.GRU` and `nn.RNN` modules run step by step in plain products.
 
     cuDNN and oneDNN compute a whole sequence in one node that hides its products. Switching them off around such a
-    module, on steps that take statistics only, gives the same result, more slowly.
+    module, on steps that take statistics only, gives the same result, more slowly. `always`: without gradients too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, always: bool = False) -> None:
         self._model = model
+        self._always = always
         self._handles: list[RemovableHandle] = []
         self._entered: list[ExitStack] = []
 
@@ -52,7 +53,7 @@ class Unfused:
 
     def _enter(self) -> None:
         stack = ExitStack()
-        if torch.is_grad_enabled():
+        if self._always or torch.is_grad_enabled():
             stack.enter_context(_without_fused_kernels())
         self._entered.append(stack)
 

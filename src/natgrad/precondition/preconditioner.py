@@ -12,8 +12,8 @@ from torch import Tensor
 
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock
 from natgrad.capture.layout import Layout
+from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
-from natgrad.precondition.trust_region import Clip, clip
 from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
 
 LearningRate = float | Tensor
@@ -104,11 +104,13 @@ class Preconditioner:
         kappa: float | None,
         learning_rate: Callable[[str], LearningRate],
         finite: Tensor | None = None,
+        norms: Mapping[str, Tensor] | None = None,
     ) -> Clip | None:
         """Replaces the gradients of all solved blocks, in place, by the damped natural gradient, clipped; None where
         there is nothing to do.
 
-        Where they are not finite, or `finite` says that other gradients are not, they become zero.
+        Where they are not finite, or `finite` says that other gradients are not, they become zero. `norms`, where
+        given, holds tensors whose norm each block's direction takes over (grafting).
         """
         if not self._stacks:
             self._stacks = _stacked(self.solved.values())
@@ -122,6 +124,10 @@ class Preconditioner:
                 continue
             gradient = stack.gather(gradients)
             direction = stack.apply(gradient, self.solver, self.rule, damping)
+            if norms is not None:
+                ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
+                direction = direction * ratio
+                gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
             directions.append((stack, direction))
             lengths.append(_squared_length(stack, gradient, direction, learning_rate))
         if not directions:

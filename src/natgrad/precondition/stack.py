@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.precondition.buffers import same_norms
 from natgrad.solve.damping import divisor
 from natgrad.solve.solver import Side
 
@@ -121,6 +122,13 @@ class Stack:
             rolled = rolled.reshape(matrix.shape[0], matrix.shape[1], -1, size)
             matrix = rolled.mT.reshape(matrix.shape)
         return matrix
+
+    def ratio_of_norms(self, direction: Tensor, norms: Mapping[str, Tensor]) -> Tensor:
+        """(K,): what makes each member's direction as long as its part of `norms`."""
+        wanted: dict[str, Tensor | None] = dict.fromkeys(
+            layout.name for member in self.members for layout in member.block.layouts
+        )
+        return same_norms(direction, self.gather({**wanted, **norms}), self._counts)
 
     def scatter(self, matrix: Tensor, gradients: Mapping[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Where each member's part of (K, rows, columns) belongs in the gradients, and what is to be copied there."""

@@ -1,7 +1,8 @@
 """The distribution of one output, and the derivatives that sampled and exact Fishers need.
 
 A `Predicted` yields derivatives of the *summed* negative log-likelihood: for drawn targets (sampled), or one set per
-output element whose outer products add up to the expectation over all targets (exact).
+output element whose outer products add up to the expectation over all targets (exact). Where the output carries
+forward-mode derivatives, it yields their length in the Fisher metric.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Protocol
 import torch
 import torch.distributions as distributions
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from natgrad.capture.outputs import depends
 
 
 def class_axis(shape: torch.Size) -> int:
@@ -55,6 +59,9 @@ class Predicted(Protocol):
     def exact(self) -> Iterator[Derivative]:
         """A set whose outer products sum to the expectation over targets."""
 
+    def quadratic(self) -> Tensor:
+        """Σ tᵀHt over predictions, for the forward-mode derivatives t that the outputs carry and H their Fisher."""
+
 
 class _Elements:
     """Common to the built-in distributions: a root with its classes moved last, (cases, places, classes).
@@ -74,10 +81,23 @@ class _Elements:
 
     @property
     def _values(self) -> Tensor:
-        root = self.root.detach()
+        return self._arranged(self.root.detach())
+
+    def _arranged(self, root: Tensor) -> Tensor:
         last = root.movedim(self._axis, -1) if root.dim() > 1 else root.unsqueeze(-1)
         wide = last if last.dtype == torch.float64 else last.float()
         return wide.reshape(wide.shape[0], -1, wide.shape[-1])
+
+    def _moving(self) -> tuple[Tensor, Tensor]:
+        """Values and their forward-mode derivatives, (cases, places, classes)."""
+        primal, tangent = forward_ad.unpack_dual(self.root)
+        tangent = torch.zeros_like(primal) if tangent is None else tangent
+        return self._arranged(primal), self._arranged(tangent)
+
+    def _weighted_sum(self, terms: Tensor) -> Tensor:
+        """Of one number per prediction, (cases, places)."""
+        weighted = terms if self._weights is None else terms * self._weights[..., 0].to(terms.dtype)
+        return weighted.sum(dtype=torch.float64)
 
     def _derivative(self, gradient: Tensor) -> Derivative:
         root = self.root
@@ -121,6 +141,14 @@ class CategoricalPredicted(_Elements):
         identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
         yield from self._columns((p.unsqueeze(-1) - identity) * p.sqrt().unsqueeze(-2))
 
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        values, t = self._moving()
+        p = values.softmax(-1)
+        # The variance of t under p, centred first: the difference of two large numbers would be left otherwise.
+        centred = t - (p * t).sum(-1, keepdim=True)
+        return self._weighted_sum((p * centred.square()).sum(-1))
+
 
 class BernoulliPredicted(_Elements):
     """Labels that hold or not, each on its own; the root holds logits."""
@@ -135,6 +163,11 @@ class BernoulliPredicted(_Elements):
         p = self._values.sigmoid()
         yield from self._columns((p * (1 - p)).sqrt().diag_embed())
 
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        values, t = self._moving()
+        return self._weighted_sum((values.sigmoid() * (-values).sigmoid() * t.square()).sum(-1))
+
 
 class GaussianPredicted(_Elements):
     """Unit variance; another one is in the root."""
@@ -148,6 +181,10 @@ class GaussianPredicted(_Elements):
     def exact(self) -> Iterator[Derivative]:
         """See `Predicted`."""
         yield from self._columns(torch.ones_like(self._values).diag_embed())
+
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        return self._weighted_sum(self._moving()[1].square().sum(-1))
 
 
 class Several:
@@ -185,6 +222,10 @@ class Several:
             for derivative in part.exact():
                 yield derivative.times(share)
 
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        return torch.stack([part.quadratic() * share**2 for part, share in self._shares()]).sum()
+
 
 class LearnedGaussianPredicted:
     """A mean and a variance: Fisher 1/v for the mean, 1/(2v²) for the variance."""
@@ -196,7 +237,7 @@ class LearnedGaussianPredicted:
             # Roots in which the Fisher is the identity, so that unit normals are the derivatives.
             v = variance.expand_as(mean)
             self._mean = GaussianPredicted(mean / v.detach().sqrt())
-            self._spread = v / (math.sqrt(2) * v.detach()) if v.requires_grad else None
+            self._spread = v / (math.sqrt(2) * v.detach()) if depends(v) else None
 
     @property
     def terms(self) -> float:
@@ -217,6 +258,11 @@ class LearnedGaussianPredicted:
         yield from self._mean.exact()
         if self._spread is not None:
             yield from GaussianPredicted(self._spread).exact()
+
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        mean = self._mean.quadratic()
+        return mean if self._spread is None else mean + GaussianPredicted(self._spread).quadratic()
 
 
 @dataclass(frozen=True)
@@ -246,22 +292,29 @@ class CustomPredicted:
 
     def exact(self) -> Iterator[Derivative]:
         """See `Predicted`."""
+        for part in self._known("fisher='exact'"):
+            if part.root.requires_grad:
+                yield from part.exact()
+
+    def quadratic(self) -> Tensor:
+        """See `Predicted`."""
+        return torch.stack([part.quadratic() for part in self._known("curvature='exact'")]).sum()
+
+    def _known(self, option: str) -> list[CategoricalPredicted | BernoulliPredicted | GaussianPredicted]:
+        """The same distribution as built-in ones."""
         distribution = self.distribution
         while isinstance(distribution, distributions.Independent):
             distribution = distribution.base_dist
         if isinstance(distribution, distributions.Categorical | distributions.OneHotCategorical):
-            yield from CategoricalPredicted(distribution.logits, -1).exact()
-        elif isinstance(distribution, distributions.Bernoulli):
-            yield from BernoulliPredicted(distribution.logits).exact()
-        elif isinstance(distribution, distributions.Normal):
+            return [CategoricalPredicted(distribution.logits, -1)]
+        if isinstance(distribution, distributions.Bernoulli):
+            return [BernoulliPredicted(distribution.logits)]
+        if isinstance(distribution, distributions.Normal):
             with torch.enable_grad():
                 # Fisher of a normal: 1/σ² for the mean, 2/σ² for the scale, which is 2 for its logarithm.
                 roots = (distribution.loc / distribution.scale.detach(), math.sqrt(2) * distribution.scale.log())
-            for root in roots:
-                if root.requires_grad:
-                    yield from GaussianPredicted(root).exact()
-        else:
-            raise ValueError(
-                "fisher='exact' knows categorical, Bernoulli and normal distributions, not "
-                f"{type(distribution).__name__}: use fisher='sampled'"
-            )
+            return [GaussianPredicted(root) for root in roots]
+        raise ValueError(
+            f"{option} knows categorical, Bernoulli and normal distributions, not {type(distribution).__name__}: "
+            "use fisher='sampled' and curvature='factored'"
+        )

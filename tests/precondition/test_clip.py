@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from natgrad.precondition.trust_region import clip
+from natgrad.precondition.clip import clip
 
 
 @pytest.mark.parametrize(

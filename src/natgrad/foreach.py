@@ -1,9 +1,9 @@
-"""Gradients that K-FAC leaves to the optimizer: checked for NaN with the rest, and dropped with the rest."""
+"""Gradients as a whole: checked for NaN together, dropped together, scaled together, without asking the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,25 @@ from torch import Tensor
 _SMALL = 2**16
 
 
+def dense(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradients that arithmetic can be done with: present, not sparse, not empty."""
+    return {n: g for n, g in gradients.items() if g is not None and g.layout == torch.strided and g.numel()}
+
+
 def all_finite(gradients: Sequence[Tensor]) -> Tensor | None:
     """Whether all of them are finite, on the device; None where there are none."""
     if not gradients:
         return None
     return torch.isfinite(torch.stack(torch._foreach_norm(list(gradients), ord=math.inf))).all()
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors, in place, with a number on the device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, dtype), group in groups.items():
+        torch._foreach_mul_(group, factor.to(device, dtype, non_blocking=True))
 
 
 def drop_unless(finite: Tensor, gradients: Sequence[Tensor]) -> None:

@@ -1,0 +1,183 @@
+"""The user's objective once more: its value, its slope and its curvature along a direction, without a trace.
+
+One pass in forward mode, with the parameters' positions and a direction δ as dual numbers, gives the loss, its slope
+∇ᵀδ and the derivative t = Jδ of the model's outputs. From t follow δᵀFδ = Σ tᵀHt / N with H the Fisher of the
+predictive distribution, and the Gauss-Newton curvature of the objective itself, its second derivative along t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from natgrad.aside import leaving_no_trace
+from natgrad.capture import outputs
+from natgrad.capture.eager import ForceEager
+from natgrad.capture.unfused import Unfused
+from natgrad.capture.watch import clean_name
+from natgrad.statistics.predictive import Predictive, predicted
+
+Closure = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Along:
+    """An objective along a direction δ: its value, ∇ᵀδ, and the model's outputs with their derivatives (as trees)."""
+
+    value: Tensor
+    slope: Tensor
+    calls: list[tuple[Any, Any]]
+    fisher: Tensor | None
+
+
+class Objective:
+    """Evaluates a closure that calls `model` and returns the loss of the present batch."""
+
+    def __init__(self, model: nn.Module, predictive: Predictive, targets: Callable[[], Any]) -> None:
+        self._model = model
+        self._predictive = predictive
+        self._targets = targets
+        self._unfused = Unfused(model, always=True)
+        self._eager = ForceEager()
+
+    def value(self, closure: Closure) -> Tensor:
+        """The loss as the parameters are now."""
+        with self._aside():
+            return _one_number(self._call(closure, {})).double()
+
+    def along(
+        self, closure: Closure, positions: Mapping[str, Tensor], direction: Mapping[str, Tensor], *, fisher: bool
+    ) -> Along:
+        """The objective at some positions of the parameters, along a direction; δᵀFδ where asked for."""
+        calls: list[tuple[Any, Any]] = []
+        quadratic: list[Tensor] = []
+        terms: list[float] = []
+
+        def see(module: nn.Module, arguments: Any, output: Any) -> None:
+            calls.append((pytree.tree_map(_primal, output), pytree.tree_map(_tangent, output)))
+            if fisher:
+                made = predicted(self._predictive, output, outputs.prediction(output), self._targets())
+                quadratic.append(made.quadratic())
+                terms.append(made.terms)
+
+        handle = self._model.register_forward_hook(see)
+        try:
+            with self._aside(), forward_ad.dual_level(), _differentiable():
+                duals = {
+                    name: forward_ad.make_dual(position.detach(), direction[name])
+                    for name, position in positions.items()
+                    if name in direction
+                }
+                loss = _one_number(self._call(closure, duals))
+                value, slope = forward_ad.unpack_dual(loss)
+                slope = torch.zeros_like(value) if slope is None else slope
+        except NotImplementedError as error:
+            raise RuntimeError(
+                "curvature='exact' needs forward-mode derivatives of all that the model does; use "
+                f"curvature='factored' with this one: {str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            handle.remove()
+        if not calls:
+            raise RuntimeError(
+                "kfac.objective did not call the model that K-FAC was given: it must compute the loss of the batch "
+                "anew, as in kfac.objective = lambda: loss_of(model(x), y)"
+            )
+        if all(tangent is None for _, derivatives in calls for tangent in pytree.tree_leaves(derivatives)):
+            raise RuntimeError(
+                "curvature='exact' finds no tensor that depends on the parameters in the model's output: it looks into "
+                "tuples, lists and dicts; use curvature='factored' with this model"
+            )
+        length = torch.stack(quadratic).sum() / sum(terms) if fisher else None
+        return Along(value.double(), slope.double(), calls, length)
+
+    def gauss_newton(self, closure: Closure, along: Along) -> Tensor:
+        """δᵀCδ for the Gauss-Newton matrix C of the objective: its second derivative along the outputs' derivatives."""
+        shift = torch.zeros((), dtype=torch.float64, device=along.value.device, requires_grad=True)
+        remaining = iter(along.calls)
+
+        def replay(*_: Any, **__: Any) -> Any:
+            values, derivatives = next(remaining)
+            return pytree.tree_map(lambda value, derivative: _shifted(value, derivative, shift), values, derivatives)
+
+        with self._aside(), torch.enable_grad():
+            self._model.forward = replay  # `leaving_no_trace` puts it back
+            loss = _one_number(closure())
+            if not loss.requires_grad:
+                return torch.zeros_like(along.value)
+            (first,) = torch.autograd.grad(loss, shift, create_graph=True)
+            if not first.requires_grad:
+                return torch.zeros_like(along.value)
+            return torch.autograd.grad(first, shift)[0]
+
+    def _call(self, closure: Closure, parameters: Mapping[str, Tensor]) -> Any:
+        around = _Around(self._model, closure)
+        # Under the model's own names, which wrappers put more into than ours hold.
+        names = {clean_name(name): name for name, _ in self._model.named_parameters()}
+        state = {f"model.{names[name]}": tensor for name, tensor in parameters.items()}
+        state |= {f"model.{name}": buffer.clone() for name, buffer in self._model.named_buffers()}
+        return functional_call(around, state, ())
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(leaving_no_trace(self._model))
+            stack.enter_context(torch.no_grad())
+            self._eager.acquire()
+            stack.callback(self._eager.release)
+            self._unfused.arm()
+            stack.callback(self._unfused.disarm)
+            yield
+
+
+class _Around(nn.Module):
+    """What functional_call can exchange the model's parameters in, whatever the closure does."""
+
+    def __init__(self, model: nn.Module, closure: Closure) -> None:
+        super().__init__()
+        self.model = model
+        self._closure = closure
+
+    def forward(self) -> Tensor:
+        """The closure."""
+        return self._closure()
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Without fused attention and encoder layers, which know no forward-mode derivatives."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _one_number(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        raise TypeError(f"kfac.objective must return the loss as a tensor of one element, got {shape}")
+    return loss.reshape(())
+
+
+def _primal(leaf: Any) -> Any:
+    return forward_ad.unpack_dual(leaf).primal if isinstance(leaf, Tensor) else leaf
+
+
+def _tangent(leaf: Any) -> Any:
+    return forward_ad.unpack_dual(leaf).tangent if isinstance(leaf, Tensor) else None
+
+
+def _shifted(value: Any, derivative: Tensor | None, shift: Tensor) -> Any:
+    return value if derivative is None else value + (shift * derivative).to(value.dtype)

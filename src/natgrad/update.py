@@ -1,0 +1,107 @@
+"""From raw gradients to what the optimizer gets: momentum, preconditioning, grafting, the clip, and NaN kept out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.registry import Registry
+from natgrad.foreach import all_finite, dense, drop_unless, multiply_all
+from natgrad.link import Link
+from natgrad.precondition.buffers import Buffers, Grafting
+from natgrad.precondition.clip import Clip
+from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.settings import Now
+from natgrad.trust_region.controller import Controller
+
+
+class Update:
+    """Replaces gradients in place. `buffers` is what it remembers from step to step."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        registry: Registry,
+        link: Link,
+        control: Controller,
+        grafting: Grafting | None,
+    ) -> None:
+        self.buffers = Buffers()
+        self._parameters = parameters
+        self._registry = registry
+        self._link = link
+        self._control = control
+        self._grafting = grafting
+
+    def replace(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        preconditioner: Preconditioner,
+        now: Now,
+        *,
+        step: int,
+        usable: Tensor | None,
+    ) -> tuple[Clip | None, Tensor | None]:
+        """Preconditions. One NaN anywhere, or a step that is not `usable`, means that the batch has no gradient to go
+        by, and all of it is dropped. Returns the clip, and whether the step was finite, on the device.
+        """
+        solved = {name for member in preconditioner.solved.values() for name in names(member.block)}
+        present = dense(gradients)
+        others = {name: gradient for name, gradient in present.items() if name not in solved}
+        remembers = now.momentum > 0 or self._grafting is not None
+        finite = all_finite(list((present if remembers else others).values()))
+        if usable is not None:
+            finite = usable if finite is None else finite & usable
+        norms = self._remember(present, others, now.momentum, finite) if remembers and finite is not None else None
+        exact = self._control.exact_gradient
+        clip = preconditioner.precondition(
+            gradients,
+            damping=now.total_damping,
+            kappa=None if exact or self._control.cuts_steps else now.cap,
+            learning_rate=lambda name: self._link.rate(name, step),
+            finite=finite,
+            norms=norms,
+        )
+        if clip is not None and exact:
+            clip = self._clip_exactly({n: g for n, g in present.items() if n in solved}, clip, now.cap, step)
+        finite = finite if clip is None else clip.finite
+        if finite is not None:
+            drop_unless(finite, list(others.values()))
+        # A raw gradient at a natural gradient's learning rate is no step to take.
+        waiting = [others[name] for block in self._registry for name in names(block) if name in others]
+        if waiting:
+            torch._foreach_zero_(waiting)
+        return clip, finite
+
+    def _remember(
+        self, present: Mapping[str, Tensor], others: Mapping[str, Tensor], momentum: float, finite: Tensor
+    ) -> Mapping[str, Tensor] | None:
+        """Moves the running averages of raw gradients; returns the tensors whose norms are grafted."""
+        drop_unless(finite, list(present.values()))
+        if momentum > 0:
+            self.buffers.average(present, momentum, finite)
+        if self._grafting is None or self._grafting.of == "sgd":
+            return None if self._grafting is None else present
+        updates = self.buffers.adam(present, self._grafting, finite)
+        for name, gradient in others.items():  # what has no block gets the update whose learning rate this is
+            gradient.copy_(updates[name])
+        return updates
+
+    def _clip_exactly(self, gradients: Mapping[str, Tensor], unclipped: Clip, cap: float | None, step: int) -> Clip:
+        """Clips preconditioned gradients by the exact Fisher of the batch."""
+        parameters = {name: self._parameters[name] for name in gradients}
+        measured = self._control.clip_gradient(cap, parameters, gradients, lambda name: self._link.rate(name, step))
+        measured = replace(measured, finite=measured.finite & unclipped.finite)
+        own = list(gradients.values())
+        multiply_all(own, measured.factor)
+        drop_unless(measured.finite, own)
+        return measured
+
+
+def names(block: KroneckerBlock) -> list[str]:
+    """The parameters that a block has a part of."""
+    return [layout.name for layout in block.layouts]
