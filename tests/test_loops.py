@@ -20,7 +20,7 @@ from torch.nn import functional
 import hand
 from helpers import block_of, exact_fisher, gradients, one_step, run
 from natgrad import KFAC, NatgradWarning
-from natgrad.link import _creates_state
+from natgrad.link import creates_state
 from natgrad.passes import Pass
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -100,7 +100,7 @@ def test_a_learning_rate_on_a_device_is_not_waited_for() -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(0.0, device="meta")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert not _creates_state(optimizer)
+    assert not creates_state(optimizer)
 
 
 def test_an_attached_kfac_leaves_other_optimizers_gradients_alone() -> None:

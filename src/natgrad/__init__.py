@@ -21,6 +21,7 @@ Vocabulary
     stack       several equal matrices handled as one: groups of a convolution, layers of one shape
 """
 
+from natgrad.averaging import PolyakAverage
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.precondition.buffers import Grafting
@@ -37,6 +38,7 @@ __all__ = [
     "Gaussian",
     "Grafting",
     "NatgradWarning",
+    "PolyakAverage",
     "TrustRegion",
     "__version__",
 ]

@@ -73,7 +73,7 @@ class Link:
 
         def hook(stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             _refuse_closure(args, kwargs)
-            if not _creates_state(stepping):
+            if not creates_state(stepping):
                 before()
 
         self._optimizer = optimizer
@@ -127,7 +127,7 @@ def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
-def _creates_state(optimizer: torch.optim.Optimizer) -> bool:
+def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     """torch.distributed.checkpoint steps an optimizer with zero learning rates and gradients to create its state."""
     groups = optimizer.param_groups
     # It sets numbers, or tensors on the CPU; a rate on a device is the user's own, and is not waited for.

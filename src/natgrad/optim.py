@@ -1,0 +1,155 @@
+"""Optimizers of torch.optim with K-FAC inside, for code that wants one object::
+
+    optimizer = natgrad.optim.KFACSGD(model, lr=0.1, momentum=0.5, damping=1e-3)
+
+They do what the optimizer of that name does with a `natgrad.KFAC` attached, and are no more than that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.kfac import KFAC
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def _runs_hooks_further_in(step: _Step) -> _Step:
+    """Keeps torch from running the step hooks around a step, for one that gets to a step that runs them."""
+    vars(step)["hooked"] = True
+    return step
+
+
+class _WithKFAC(torch.optim.Optimizer):
+    """Put before a torch.optim class: K-FAC preconditions in front of that class's step."""
+
+    kfac: KFAC
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        params: Parameters | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            hint = "; parameters and groups go into params="
+            raise TypeError(f"{name} takes the model itself, an nn.Module, got {type(model).__name__}{hint}")
+        base = _base_of(type(self))
+        of_base, of_kfac = _split_options(name, options, base)
+        # Hooks shall run once, around the base's step: torch sees to that when the first plain one is made.
+        base.__new__(base)._patch_step_function()
+        super().__init__(model.parameters() if params is None else params, **of_base)
+        self.kfac = KFAC(model, **of_kfac)
+        try:
+            self.kfac.attach(self, grad_scaler=grad_scaler)
+        except Exception:
+            self.kfac.detach()  # its hooks would outlive it for as long as the error is looked at
+            raise
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "step" in vars(cls):  # a user's own, which calls ours
+            _runs_hooks_further_in(vars(cls)["step"])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @_runs_hooks_further_in
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step: K-FAC, then the optimizer's own update.
+
+        A closure clears the gradients, computes the loss, runs its backward and returns it; it is called once, before
+        everything else.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and under ``"kfac"`` that of K-FAC; loads with ``weights_only=True``."""
+        return {**super().state_dict(), "kfac": self.kfac.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a `state_dict`. One without ``"kfac"``, as plain optimizers and torch.distributed.checkpoint
+        make it, leaves K-FAC as it is: in a new optimizer, without statistics. One that does not fit raises, and
+        changes nothing.
+        """
+        before = {"state": self.state, "param_groups": self.param_groups}
+        super().load_state_dict(state_dict)
+        if "kfac" in state_dict:
+            try:
+                self.kfac.load_state_dict(state_dict["kfac"])
+            except Exception:
+                vars(self).update(before)
+                raise
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it belongs to one model. Construct one for the copy "
+            "and carry everything over with state_dict() and load_state_dict()"
+        )
+
+
+class KFACSGD(_WithKFAC, torch.optim.SGD):
+    """`torch.optim.SGD` with K-FAC inside.
+
+    Args:
+        model: any module; DDP and compiled models too.
+        params: parameters or parameter groups with their own options, as for `torch.optim.SGD`; by default all of the
+            model's.
+        grad_scaler: the scaler that ``scaler.step(optimizer)`` is called on; see `natgrad.KFAC.attach`.
+        **options: of `torch.optim.SGD` (``lr``, ``momentum``, ``weight_decay``, ``nesterov``, ``foreach``, ``fused``,
+            ...) and of `natgrad.KFAC` (``damping``, ``kl_clip``, ``fisher``, ...), by name.
+
+    Attributes:
+        kfac: the `natgrad.KFAC` inside, with its ``report()``, ``metrics()``, ``targets``, ``capture()``.
+    """
+
+
+class KFACAdam(_WithKFAC, torch.optim.Adam):
+    """`torch.optim.Adam` with K-FAC inside; arguments as for `KFACSGD`, with Adam's options in place of SGD's."""
+
+
+class KFACAdamW(_WithKFAC, torch.optim.AdamW):
+    """`torch.optim.AdamW` with K-FAC inside; arguments as for `KFACSGD`, with AdamW's options in place of SGD's."""
+
+
+def _base_of(cls: type[_WithKFAC]) -> type[torch.optim.Optimizer]:
+    """The torch.optim class that K-FAC is put before."""
+    order = cls.__mro__
+    base: type[torch.optim.Optimizer] = order[order.index(_WithKFAC) + 1]
+    return base
+
+
+def _split_options(
+    name: str, options: dict[str, Any], base: type[torch.optim.Optimizer]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments of the base and of KFAC; the learning rate is the base's."""
+    of_base = inspect.signature(base).parameters.keys() - {"params"}
+    of_kfac = inspect.signature(KFAC).parameters.keys() - {"model", "optimizer"} - of_base
+    known = of_base | of_kfac | {"params", "grad_scaler"}
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else f" ({base.__name__}'s and KFAC's are known)"
+            raise TypeError(f"{name} has no option {option!r}{hint}")
+    return (
+        {option: value for option, value in options.items() if option in of_base},
+        {option: value for option, value in options.items() if option in of_kfac},
+    )
