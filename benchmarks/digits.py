@@ -81,8 +81,9 @@ class Run:
         return next((step for step, value in enumerate(self.losses) if value <= loss), None)
 
 
-def autoencoder() -> nn.Module:
-    torch.manual_seed(SEED)
+def autoencoder(seed: int = SEED) -> nn.Module:
+    """64-128-64-32-12-32-64-128-64, tanh except the code and the output, weights N(0, 1/fan_in), zero biases."""
+    torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for position, (fan_in, fan_out) in enumerate(itertools.pairwise(WIDTHS)):
         linear = nn.Linear(fan_in, fan_out)
@@ -107,11 +108,19 @@ def convnet() -> nn.Module:
     )
 
 
-def problems() -> list[Problem]:
+def load_cases() -> tuple[Tensor, Tensor]:
+    """Pixels from 0 to 1 and labels of 1,500 digits."""
     digits = load_digits()
     chosen = numpy.random.RandomState(0).permutation(len(digits.data))[:CASES]
-    pixels = torch.tensor(digits.data[chosen] / 16, dtype=torch.float32)
-    labels = torch.tensor(digits.target[chosen])
+    return torch.tensor(digits.data[chosen] / 16, dtype=torch.float32), torch.tensor(digits.target[chosen])
+
+
+def load_pixels() -> Tensor:
+    return load_cases()[0]
+
+
+def problems() -> list[Problem]:
+    pixels, labels = load_cases()
     return [
         Problem(
             name="autoencoder",

@@ -172,9 +172,24 @@ def test_an_explicit_step_of_an_attached_kfac() -> None:
         kfac.step()
 
 
-def test_an_optimizer_with_a_closure() -> None:
+class Twice(torch.optim.SGD):
+    """Computes gradients twice a step, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Twice, r"several times a step, .* call kfac\.step\(\) at the end of the closure"),
+        (torch.optim.LBFGS, "LBFGS runs its closure many times a step"),
+    ],
+)
+def test_an_optimizer_that_runs_its_closure_more_than_once(kind: Any, message: str) -> None:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     KFAC(model).attach(optimizer)
 
     def closure() -> float:
@@ -182,7 +197,7 @@ def test_an_optimizer_with_a_closure() -> None:
         backward(model)
         return 0.0
 
-    with pytest.raises(RuntimeError, match=r"call kfac\.step\(\) at the end of the closure"):
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step(closure)
 
 

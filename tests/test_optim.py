@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from natgrad import KFAC
 from natgrad.averaging import PolyakAverage
@@ -137,31 +136,73 @@ def test_hooks_run_once_a_step_and_after_the_closure(
 
     optimizer.register_step_pre_hook(seen("before"))
     optimizer.register_step_post_hook(seen("after"))
-    handle = register_optimizer_step_pre_hook(seen("global"))
-    try:
-        expected = ["global with gradients", "before with gradients", "after with gradients"]
-        for step in range(3):
-            train_with_closures(model, optimizer, range(step, step + 1))
-            assert calls == expected
-            calls.clear()
-        train(model, optimizer, range(1))
+    expected = ["before with gradients", "after with gradients"]
+    for step in range(3):
+        train_with_closures(model, optimizer, range(step, step + 1))
         assert calls == expected
-        assert optimizer.kfac.steps == 4
-    finally:
-        handle.remove()
+        calls.clear()
+    train(model, optimizer, range(1))
+    assert calls == expected
+    assert optimizer.kfac.steps == 4
 
 
-def test_a_step_of_ones_own_runs_the_hooks_once() -> None:
+@pytest.mark.parametrize("plain_made_before", [True, False])
+def test_a_step_of_ones_own_is_preconditioned_once(plain_made_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch runs the hooks of both where a subclass's step calls its base's; attached to a plain subclass too."""
+
     class Mine(KFACSGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure == "fails":
+                raise MemoryError
+            return super().step(closure)
+
+    if plain_made_before:
+        torch.optim.SGD(network().parameters(), lr=0.1)
+    else:
+        bare = getattr(torch.optim.SGD.step, "__wrapped__", torch.optim.SGD.step)
+        monkeypatch.setattr(torch.optim.SGD, "step", bare)
+    results = []
+    for kind in ("mine", "attached", "reference"):
+        model = network()
+        if kind == "mine":
+            optimizer: Any = Mine(model, lr=0.1)
+            kfac = optimizer.kfac
+        else:
+            optimizer = (Plain if kind == "attached" else torch.optim.SGD)(model.parameters(), lr=0.1)
+            kfac = KFAC(model).attach(optimizer)
+        train_with_closures(model, optimizer, range(2))
+        train(model, optimizer, range(2, 4))
+        assert kfac.steps == 4
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert_equal(results[0], results[2])
+    assert_equal(results[1], results[2])
+
+
+def test_a_step_that_failed_is_over() -> None:
+    """Its arguments live on in the traceback; the next step is preconditioned all the same."""
+
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise MemoryError
+            return super().step(closure)
+
     model = network()
-    optimizer = Mine(model, lr=0.1)
-    calls: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    train_with_closures(model, optimizer, range(2))
-    assert len(calls) == optimizer.kfac.steps == 2
+    optimizer = Failing(model.parameters(), lr=0.1)
+    kfac = KFAC(model).attach(optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(MemoryError) as kept:
+        optimizer.step()
+    optimizer.fails = False
+    train(model, optimizer, range(1, 3))
+    assert kfac.steps == 3
+    assert kept.tb is not None
 
 
 @every_class

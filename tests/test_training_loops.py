@@ -217,6 +217,25 @@ def evaluated() -> list[Tensor]:
     return weights(model)
 
 
+def with_a_closure(*, by_name: bool) -> list[Tensor]:
+    model = Net().double()
+    optimizer = sgd(model)
+    KFAC(model, **OPTIONS).attach(optimizer)
+    for x, y in batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            expected = loss_of(model, x, y)
+        returned = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert torch.equal(returned, expected)
+    return weights(model)
+
+
 def scheduled() -> list[Tensor]:
     """A learning-rate scheduler at work, and the schedules of K-FAC's own numbers beside it."""
     model = Net().double()
@@ -313,6 +332,8 @@ ROWS = {
     "compiled optimizer step": Row(compiled_step, {}, 1e-10),
     "activation checkpointing": Row(checkpointed, {}, 1e-12),
     "evaluation between steps": Row(evaluated),
+    "closure": Row(with_a_closure, {"by_name": False}),
+    "closure by name": Row(with_a_closure, {"by_name": True}),
     "schedulers": Row(scheduled, {}, 1e-12),
     "actor and critic, one optimizer": Row(two_networks, {"one_optimizer": True}),
     "actor and critic, two optimizers": Row(two_networks, {"one_optimizer": False}),

@@ -21,6 +21,7 @@ Vocabulary
     stack       several equal matrices handled as one: groups of a convolution, layers of one shape
 """
 
+from natgrad import schedules
 from natgrad.averaging import PolyakAverage
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
@@ -41,4 +42,5 @@ __all__ = [
     "PolyakAverage",
     "TrustRegion",
     "__version__",
+    "schedules",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.callers import callers
 from natgrad.options import Hyperparameter
 from natgrad.parameters import any_nonzero
 from natgrad.precondition.preconditioner import LearningRate
@@ -27,6 +28,7 @@ class Link:
         optimizer: torch.optim.Optimizer | None,
         lr: Hyperparameter | None,
     ) -> None:
+        optimizer = None if optimizer is None else unwrapped(optimizer)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self._parameters = parameters
@@ -53,6 +55,7 @@ class Link:
 
     def attach(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Runs `before` right before every step of the optimizer and `after` right after it."""
+        optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if self.attached:
@@ -71,10 +74,23 @@ class Link:
                     "often: detach() it first, or make a new optimizer"
                 )
 
-        def hook(stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _refuse_closure(args, kwargs)
+        under_way: weakref.ref[_Arguments] | None = None
+
+        def hook(
+            stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            nonlocal under_way
+            # torch runs the hooks of both where a subclass's step calls its base's: one step is one step.
+            # (The arguments of one that failed may live on in a traceback: whether they call us tells.)
+            outer = None if under_way is None else under_way()
+            if outer is not None and any(own.get("kwargs") is outer for own in callers()):
+                return args, kwargs
+            args, kwargs = run_closure(stepping, args, kwargs)
             if not creates_state(stepping):
                 before()
+            arguments = _Arguments(kwargs)
+            under_way = weakref.ref(arguments)
+            return args, arguments
 
         self._optimizer = optimizer
         self.read()
@@ -118,13 +134,51 @@ class Link:
         return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
 
 
-def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    closure = kwargs.get("closure") if len(args) < 2 else args[1]  # args[0] is the optimizer
-    if closure is not None:
+class _Arguments(dict[str, Any]):
+    """The keyword arguments of one step: alive, in the frame of torch's wrapper, for as long as the step is."""
+
+
+class _Computed:
+    """Stands in for a closure that has been run: optimizers of the usual kind ask for its loss, once."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self._asked = 0
+
+    def __call__(self) -> Any:
+        self._asked += 1
+        if self._asked > 1:
+            raise RuntimeError(
+                "this optimizer runs its closure several times a step, and K-FAC preconditions only the first: "
+                "detach() and call kfac.step() at the end of the closure"
+            )
+        return self._loss
+
+
+def run_closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Runs the closure of ``optimizer.step(closure)`` before the step, so that there are gradients to precondition;
+    returns the step's arguments with its result in its place. `args` begin with the optimizer.
+    """
+    by_name = len(args) < 2
+    closure = kwargs.get("closure") if by_name else args[1]
+    if closure is None or isinstance(closure, _Computed):
+        return args, kwargs
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise RuntimeError(
-            "an optimizer with a closure computes its gradients inside step(), after K-FAC's turn: "
-            "detach() and call kfac.step() at the end of the closure"
+            "LBFGS runs its closure many times a step and has curvature of its own: use another optimizer with K-FAC"
         )
+    with torch.enable_grad():
+        computed = _Computed(closure())
+    return (args, {**kwargs, "closure": computed}) if by_name else ((args[0], computed, *args[2:]), kwargs)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper that only looks like one, as Accelerate's does."""
+    while hasattr(optimizer, "optimizer") and "_optimizer_step_pre_hooks" not in vars(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from natgrad.callers import callers
 from natgrad.foreach import multiply_all
-
-_FRAMES = 24  # hooks, schedulers and wrappers stand between an optimizer's pre-hook and the scaler that called it
 
 
 class LossScale:
@@ -81,12 +79,5 @@ class LossScale:
 
 def _calling_scaler() -> GradScaler | None:
     """The scaler whose step() we are in."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, GradScaler):
-            return caller if caller.is_enabled() else None
-    return None
+    found = next((own["self"] for own in callers() if isinstance(own.get("self"), GradScaler)), None)
+    return found if found is not None and found.is_enabled() else None

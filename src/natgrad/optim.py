@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ from torch import Tensor, nn
 from natgrad.kfac import KFAC
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-_Step = TypeVar("_Step", bound=Callable[..., Any])
-
-
-def _runs_hooks_further_in(step: _Step) -> _Step:
-    """Keeps torch from running the step hooks around a step, for one that gets to a step that runs them."""
-    vars(step)["hooked"] = True
-    return step
 
 
 class _WithKFAC(torch.optim.Optimizer):
@@ -46,8 +39,6 @@ class _WithKFAC(torch.optim.Optimizer):
             raise TypeError(f"{name} takes the model itself, an nn.Module, got {type(model).__name__}{hint}")
         base = _base_of(type(self))
         of_base, of_kfac = _split_options(name, options, base)
-        # Hooks shall run once, around the base's step: torch sees to that when the first plain one is made.
-        base.__new__(base)._patch_step_function()
         super().__init__(model.parameters() if params is None else params, **of_base)
         self.kfac = KFAC(model, **of_kfac)
         try:
@@ -55,31 +46,6 @@ class _WithKFAC(torch.optim.Optimizer):
         except Exception:
             self.kfac.detach()  # its hooks would outlive it for as long as the error is looked at
             raise
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "step" in vars(cls):  # a user's own, which calls ours
-            _runs_hooks_further_in(vars(cls)["step"])
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @_runs_hooks_further_in
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step: K-FAC, then the optimizer's own update.
-
-        A closure clears the gradients, computes the loss, runs its backward and returns it; it is called once, before
-        everything else.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        super().step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, and under ``"kfac"`` that of K-FAC; loads with ``weights_only=True``."""

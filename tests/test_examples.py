@@ -1,0 +1,39 @@
+"""Every example runs and learns."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NEEDS = {
+    "plain.py": ["sklearn"],
+    "lightning_digits.py": ["sklearn", "lightning"],
+    "accelerate_digits.py": ["sklearn", "accelerate"],
+    "trainer_text.py": ["transformers", "accelerate"],
+}
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_example_learns(name, tmp_path):
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    # Threads that wait for each other take most of the time of such small models.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(EXAMPLES / name), "--steps", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = re.search(r"^loss ([\d.]+) → ([\d.]+)", done.stdout, re.MULTILINE)
+    assert losses is not None, done.stdout
+    first, last = map(float, losses.groups())
+    assert last < first / 2
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
