@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers import gradients
-from natgrad import KFAC, NatgradWarning
+from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 from natgrad.solve.linalg import symmetric_eigen
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -93,22 +94,35 @@ def test_the_whole_fisher_equals_the_cpus_in_float64(options: dict[str, str]) ->
         torch.testing.assert_close(one, results[1][name], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_statistics_of_the_whole_fisher_never_wait_for_the_device(sharing: str) -> None:
-    model, (x, y) = Everything().cuda(), batch()
-    x, y = x.cuda(), y.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"fallback": "batch", "doubly_factored_above": 100, "sharing": sharing}
-    KFAC(model, factor_update_steps=2, **options).attach(optimizer)
-    for step in range(5):
+def steps_without_waiting(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = 7,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """Trains; after the first step, which decomposes, nothing may wait for the device."""
+    x, y = (tensor.cuda() for tensor in batch())
+    scaler = torch.amp.GradScaler("cuda", enabled=False) if scaler is None else scaler
+    for step in range(steps):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(x), y)
         torch.cuda.set_sync_debug_mode("error" if step > 0 else "default")
         try:
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_statistics_of_the_whole_fisher_never_wait_for_the_device(sharing: str) -> None:
+    model = Everything().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"fallback": "batch", "doubly_factored_above": 100, "sharing": sharing}
+    KFAC(model, factor_update_steps=2, **options).attach(optimizer)
+    steps_without_waiting(model, optimizer, steps=5)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -154,22 +168,13 @@ def test_autocast_factors_are_float32_and_close(dtype: torch.dtype, channels_las
 @pytest.mark.parametrize("tensor_rate", [False, True])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_an_ordinary_step_never_waits_for_the_device(solver: str, tensor_rate: bool) -> None:
-    model, (x, y) = convnet().cuda(), batch()
-    x, y = x.cuda(), y.cuda()
+    model = convnet().cuda()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if tensor_rate:
         rate = torch.tensor(1e-3, device="cuda")
         optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=True)
     kfac = KFAC(model, factor_update_steps=3, solver=solver).attach(optimizer)
-    for step in range(7):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        torch.cuda.set_sync_debug_mode("error" if step > 0 else "default")
-        try:
-            loss.backward()
-            optimizer.step()  # factor steps at 3 and 6 included: only decompositions may wait
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    steps_without_waiting(model, optimizer)
     assert kfac.metrics()["skipped_steps"] == 0
 
 
@@ -209,3 +214,131 @@ def test_checkpoint_written_on_the_gpu_loads_on_the_cpu() -> None:
     functional.cross_entropy(model(x), y).backward()
     other.step()
     assert all(block.to_dense().device.type == "cpu" for block in other.blocks[:1])
+
+
+# Training loops
+
+
+def loop_weights(
+    *,
+    scaler: bool = False,
+    fused: bool = False,
+    steps: int = 8,
+    mode: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[Tensor], KFAC, list[float]]:
+    """A short training on the GPU."""
+    torch._dynamo.reset()
+    model, (x, y) = convnet().cuda().to(dtype), batch(dtype)
+    x, y = x.cuda(), y.cuda()
+    called = model if mode is None else torch.compile(model, mode=mode, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=fused)
+    scale = torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=scaler)
+    numbers: dict[str, Any] = {"factor_update_steps": 3, "inv_update_steps": 3, "damping": 1e-2, **options}
+    kfac = KFAC(called, **numbers).attach(optimizer, grad_scaler=scale)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(called(x), y)
+        scale.scale(loss).backward()
+        kfac.objective = lambda: functional.cross_entropy(called(x), y)
+        scale.step(optimizer)
+        scale.update()
+        losses.append(loss.item())
+    return [p.detach().clone() for p in model.parameters()], kfac, losses
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_makes_no_difference(fused: bool) -> None:
+    plain, _, _ = loop_weights(dtype=torch.float64)
+    scaled, _, _ = loop_weights(dtype=torch.float64, scaler=True, fused=fused)
+    for one, other in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float16_with_a_scaler_trains_close_to_float32(fused: bool) -> None:
+    """The scale starts far too high: the first steps overflow, are skipped, and leave no statistics."""
+    _, _, expected = loop_weights(steps=30)
+    model, (x, y) = convnet().cuda(), batch()
+    x, y = x.cuda(), y.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5 if not fused else 0.0, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    numbers: dict[str, Any] = {"factor_update_steps": 3, "inv_update_steps": 3, "damping": 1e-2}
+    kfac = KFAC(model, **numbers).attach(optimizer, grad_scaler=scaler)
+    losses, skipped = [], 0
+    for _ in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        before, scale = model[6].weight.detach().clone(), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            assert torch.equal(before, model[6].weight)
+        losses.append(loss.item())
+    assert skipped > 2
+    assert losses[-1] < 1.2 * expected[-1] + 0.05
+    assert kfac.metrics()["rejected_statistics"] == 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_every_mode_of_compilation_trains_as_eagerly(mode: str) -> None:
+    plain, _, expected = loop_weights()
+    torch._dynamo.utils.counters.clear()
+    compiled, kfac, losses = loop_weights(mode=mode)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert losses == pytest.approx(expected, rel=1e-2)
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-3)  # autotuned kernels use TF32
+    assert kfac.metrics()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_clip": TrustRegion(1e-4, of="step")},
+        {"raw_momentum": 0.9},
+        {"grafting": "adam"},
+        {"grafting": "sgd", "raw_momentum": 0.5, "l2": 1e-4},
+    ],
+)
+def test_ways_to_step_never_wait_for_the_device(options: dict[str, Any]) -> None:
+    model = convnet().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, factor_update_steps=3, **options).attach(optimizer)
+    steps_without_waiting(model, optimizer)
+    assert len(kfac.history()["step"]) == 7
+
+
+def test_a_fused_optimizer_with_a_scaler_never_waits_for_the_device() -> None:
+    model = convnet().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    KFAC(model, factor_update_steps=3).attach(optimizer, grad_scaler=scaler)
+    steps_without_waiting(model, optimizer, scaler=scaler)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_adaptive_damping_and_exact_curvature(mode: str | None) -> None:
+    damping = AdaptiveDamping(0.1, every=2)
+    region = TrustRegion(1e-3, of="step", curvature="exact")
+    _, kfac, losses = loop_weights(steps=12, mode=mode, damping=damping, kl_clip=region)
+    assert losses[-1] < losses[0]
+    assert damping(0) != 0.1
+    assert kfac.metrics()["predicted_kl"] == pytest.approx(0.5e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_compiled_preconditioning(solver: str) -> None:
+    plain, _, _ = loop_weights(dtype=torch.float64, solver=solver)
+    compiled, _, _ = loop_weights(dtype=torch.float64, solver=solver, compile_preconditioning=True)
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    model = convnet().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    KFAC(model, factor_update_steps=3, solver=solver, compile_preconditioning=True).attach(optimizer)
+    steps_without_waiting(model, optimizer)

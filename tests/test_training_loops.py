@@ -185,6 +185,26 @@ def compiled_step() -> list[Tensor]:
     return weights(model)
 
 
+def compiled_preconditioning() -> list[Tensor]:
+    """Numbers that change with every step do not compile it anew."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Net().double()
+    optimizer = sgd(model, lr=10 * LR)
+    options = {**OPTIONS, "kl_clip": lambda step: 1e-3 * (1 + 1e-15 * step), "compile_preconditioning": True}
+    KFAC(model, **options).attach(optimizer)
+    graphs = []
+    for number, (x, y) in enumerate(batches()):
+        optimizer.param_groups[0]["lr"] = LR * (1 + 1e-14 * number)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[0]
+    return weights(model)
+
+
 def checkpointed() -> list[Tensor]:
     model = Net(checkpointed=True).double()
     optimizer = sgd(model)
@@ -330,6 +350,7 @@ ROWS = {
     "compiled, dynamic": Row(compiled, {"backend": "eager", "dynamic": True}, 1e-10),
     "compiled by inductor": Row(compiled, {"fullgraph": True}, 1e-9),
     "compiled optimizer step": Row(compiled_step, {}, 1e-10),
+    "compiled preconditioning": Row(compiled_preconditioning, {}, 1e-9),
     "activation checkpointing": Row(checkpointed, {}, 1e-12),
     "evaluation between steps": Row(evaluated),
     "closure": Row(with_a_closure, {"by_name": False}),

@@ -35,17 +35,29 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def drop_unless(finite: Tensor, gradients: Sequence[Tensor]) -> None:
     """Sets gradients to zero, in place, unless `finite`; without asking the device where that would mean to wait."""
-    if finite.device.type == "cpu":
-        for gradient in () if bool(finite) else gradients:
-            gradient.zero_()
+    overwrite_if(~finite, gradients, None)
+
+
+def overwrite_if(condition: Tensor, targets: Sequence[Tensor], sources: Sequence[Tensor] | None) -> None:
+    """Copies sources (None: zeros) into targets where a condition on the device holds; otherwise not a bit changes."""
+    if condition.device.type == "cpu":
+        for number, target in enumerate(targets if bool(condition) else ()):
+            target.zero_() if sources is None else target.copy_(sources[number])
         return
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel() <= _SMALL:
-            small.setdefault(gradient.dtype, []).append(gradient)
+    small: dict[torch.dtype, list[int]] = {}
+    for number, target in enumerate(targets):
+        if target.numel() <= _SMALL:
+            small.setdefault(target.dtype, []).append(number)
         else:
-            gradient.masked_fill_(~finite, 0)
-    for group in small.values():
-        flat = torch.cat([gradient.flatten() for gradient in group])
-        kept = torch.where(finite, flat, torch.zeros_like(flat)).split([gradient.numel() for gradient in group])
-        torch._foreach_copy_(group, [part.reshape(g.shape) for part, g in zip(kept, group, strict=True)])
+            if sources is None:
+                target.masked_fill_(condition, 0)
+            else:
+                target.copy_(torch.where(condition, sources[number], target))
+    for numbers in small.values():
+        group = [targets[number] for number in numbers]
+        flat = torch.cat([target.flatten() for target in group])
+        new = (
+            torch.zeros_like(flat) if sources is None else torch.cat([sources[number].flatten() for number in numbers])
+        )
+        chosen = torch.where(condition, new, flat).split([target.numel() for target in group])
+        torch._foreach_copy_(group, [part.reshape(t.shape) for part, t in zip(chosen, group, strict=True)])

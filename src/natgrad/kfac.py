@@ -101,6 +101,8 @@ class KFAC:
         max_vector_size: vectors longer than this get a diagonal block.
         stats_fraction: the part of each batch that a sampled or exact Fisher is taken from, in a pass of its own.
         unfuse_recurrent: run `nn.LSTM`, `nn.GRU` and `nn.RNN` without fused kernels on steps that take statistics.
+        compile_preconditioning: compile the arithmetic of every step with `torch.compile`: some seconds once, less work
+            for the host in every step.
         generator: draws the targets of the sampled Fisher, and the cases of `stats_fraction`.
     """
 
@@ -136,6 +138,7 @@ class KFAC:
         max_vector_size: int = 256,
         stats_fraction: float = 1.0,
         unfuse_recurrent: bool = True,
+        compile_preconditioning: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -193,7 +196,8 @@ class KFAC:
             max_vector_size=max_vector_size if vectors == "full" else 0,
         )
         self._solved_version = 0
-        self._preconditioner = Preconditioner(solver, rule)
+        self._compiled = flag("compile_preconditioning", compile_preconditioning)
+        self._preconditioner = Preconditioner(solver, rule, compiled=self._compiled)
         self._metrics = Metrics()
         self._history = History()
         self._warner = Warner()
@@ -376,7 +380,7 @@ class KFAC:
     def _after_optimizer(self) -> None:
         if self._control.waiting:
             cap = self._control.cap
-            clip = self._control.finish(self._moving(), [one.block for one in self._preconditioner.solved.values()])
+            clip = self._control.finish(self._moving(), self._preconditioner.quadratic)
             self.targets = None
             if clip is not None:
                 self._note(clip, cap)
@@ -576,7 +580,8 @@ class KFAC:
             for block in checkpoint.load_blocks(state, self._parameters)
             if not any(map(self._observer.excludes, names(block))) and not self._window.leaves(block)
         ]
-        preconditioner = Preconditioner(self._preconditioner.solver, self._preconditioner.rule)
+        rule = self._preconditioner.rule
+        preconditioner = Preconditioner(self._preconditioner.solver, rule, compiled=self._compiled)
         same = state["solver"] == preconditioner.solver and (
             preconditioner.solver == "eigen" or state["damping_rule"] == preconditioner.rule
         )

@@ -181,10 +181,12 @@ class KroneckerBlock:
         return combine_orientations(estimates)
 
     @torch.no_grad()
-    def quadratic(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """δᵀF̂δ of the undamped block, for a direction δ by parameter name; needs statistics."""
-        parts = [layout.to_matrix(direction[layout.name]) for layout in self.layouts]
-        matrices = torch.cat(parts, dim=2).to(self.straight.row.sum.dtype)
+    def quadratic(self, direction: Mapping[str, Tensor | None]) -> Tensor:
+        """δᵀF̂δ of the undamped block, for a direction δ by parameter name (None: stands still); needs statistics."""
+        like = self.straight.row.sum
+        given = [(layout, direction[layout.name]) for layout in self.layouts]
+        parts = [like.new_zeros(layout.shape) if part is None else layout.to_matrix(part) for layout, part in given]
+        matrices = torch.cat(parts, dim=2).to(like.dtype)
         return (matrices * self.estimate().times(matrices)).sum(dtype=torch.float64)
 
     @torch.no_grad()

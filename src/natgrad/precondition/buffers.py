@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ class Buffers:
     """Running averages of raw gradients, by parameter name. A step that is not finite leaves them as they are."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, dict[str, Tensor]] = {"momentum": {}, "first": {}, "second": {}, "count": {}}
+        self._kept: dict[str, dict[str, Tensor]] = {"momentum": {}, "first": {}, "second": {}}
+        # How many gradients are in Adam's averages, on the device: one count for all parameters that began together.
+        self._counts: dict[str, Tensor] = {}
 
     def average(self, gradients: Mapping[str, Tensor], momentum: float, finite: Tensor) -> None:
         """m ← μ m + ∇, in place of each gradient, which is zero where the step is not `finite`."""
@@ -61,18 +63,25 @@ class Buffers:
         torch._foreach_add_(first, own, alpha=1 - beta)
         multiply_all(second, _unless_finite(finite, gamma))
         torch._foreach_addcmul_(second, own, own, value=1 - gamma)
-        counts = [
-            self._kept["count"].setdefault(name, torch.zeros((), dtype=torch.float64, device=g.device))
-            for name, g in gradients.items()
-        ]
-        torch._foreach_add_(counts, finite.to(counts[0].dtype))
-        # Before the first finite step both averages are zero, and 0 / 0 would be NaN.
-        steps = torch.stack(counts).clamp(min=1)
-        updates = {}
-        for name, step, m, v in zip(gradients, steps.unbind(), first, second, strict=True):
-            root = (v / (1 - gamma**step).to(v.dtype)).sqrt_().add_(grafting.eps)
-            updates[name] = (m / (1 - beta**step).to(m.dtype)).div_(root)
-        return updates
+        roots, updates = ([tensor.clone() for tensor in some] for some in (second, first))
+        for count, numbers in self._cohorts(gradients, finite).items():
+            count += finite
+            # Before the first finite step both averages are zero, and 0 / 0 would be NaN.
+            steps = count.clamp(min=1)
+            multiply_all([updates[number] for number in numbers], 1 / (1 - beta**steps))
+            multiply_all([roots[number] for number in numbers], 1 / (1 - gamma**steps))
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, grafting.eps)
+        torch._foreach_div_(updates, roots)
+        return dict(zip(gradients, updates, strict=True))
+
+    def _cohorts(self, gradients: Mapping[str, Tensor], finite: Tensor) -> dict[Tensor, list[int]]:
+        """The places of the gradients that began together, by their common count."""
+        started = torch.zeros((), dtype=torch.float64, device=finite.device)
+        cohorts: dict[Tensor, list[int]] = {}
+        for number, name in enumerate(gradients):
+            cohorts.setdefault(self._counts.setdefault(name, started), []).append(number)
+        return cohorts
 
     def _own(self, kind: str, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         kept = self._kept[kind]
@@ -81,24 +90,29 @@ class Buffers:
                 kept[name] = torch.zeros_like(gradient)
         return [kept[name] for name in gradients]
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """For a checkpoint."""
-        return {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in self._kept.items()}
+    def state(self) -> dict[str, dict[str, Any]]:
+        """For a checkpoint; waits for the device where there are counts."""
+        tensors = {kind: {name: tensor.clone() for name, tensor in kept.items()} for kind, kept in self._kept.items()}
+        return {**tensors, "count": {name: int(count) for name, count in self._counts.items()}}
 
     @staticmethod
-    def load(state: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]) -> Buffers:
+    def load(state: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tensor]) -> Buffers:
         """New ones from a checkpoint, checked against the model's parameters."""
         loaded = Buffers()
-        for kind in loaded._kept:
+        for kind, kept in loaded._kept.items():
             for name, tensor in state[kind].items():
                 parameter = parameters.get(name)
                 if parameter is None:
                     raise ValueError(f"the checkpoint has {kind} of {name}, which the model does not have")
-                if tensor.dim() > 0 and tensor.shape != parameter.shape:
+                if tensor.shape != parameter.shape:
                     raise ValueError(
                         f"{name} has shape {tuple(parameter.shape)}, its {kind} in the checkpoint {tuple(tensor.shape)}"
                     )
-                loaded._kept[kind][name] = tensor.to(parameter.device).clone()
+                kept[name] = tensor.to(parameter.device).clone()
+        cohorts: dict[int, Tensor] = {}
+        for name, count in state["count"].items():
+            fresh = torch.tensor(float(count), dtype=torch.float64, device=parameters[name].device)
+            loaded._counts[name] = cohorts.setdefault(count, fresh)
         return loaded
 
 
@@ -107,15 +121,13 @@ def _unless_finite(finite: Tensor, factor: float) -> Tensor:
     return torch.where(finite, factor, torch.ones((), dtype=torch.float64, device=finite.device))
 
 
-def same_norms(directions: Tensor, like: Tensor, counts: Sequence[int]) -> Tensor:
+def same_norms(directions: Tensor, like: Tensor, members: Tensor | None) -> Tensor:
     """What each of (K, rows, columns) is multiplied with, so that every member has the norm of its counterpart.
 
-    A member has `counts` entries of the stack; the result is (K,), 0 for a direction that is zero.
+    `members` (K,) says which entries belong together, None that each is a member. (K,), 0 for directions that are zero.
     """
     squares = torch.stack([tensor.square().sum((1, 2)) for tensor in (directions, like)])
-    if any(count > 1 for count in counts):
-        sums = torch.stack([part.sum(1) for part in squares.split(list(counts), dim=1)], dim=1)
-        repeats = torch.tensor(counts, device=sums.device)
-        squares = sums.repeat_interleave(repeats, dim=1, output_size=sum(counts))
+    if members is not None:
+        squares = torch.zeros_like(squares).index_add_(1, members, squares).index_select(1, members)
     own, wanted = squares
     return torch.where(own > 0, (wanted / own).sqrt(), 0.0)

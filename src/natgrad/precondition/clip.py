@@ -24,7 +24,7 @@ class Clip:
     finite: Tensor
 
 
-def clip(squared_length: Tensor, kappa: float | None) -> Clip:
+def clip(squared_length: Tensor, kappa: float | Tensor | None) -> Clip:
     """ν = min(1, √(κ / α²vᵀ∇)) for `squared_length` = α²vᵀ∇, summed over blocks."""
     finite = torch.isfinite(squared_length)
     length = torch.where(finite, squared_length, 0.0).clamp(min=0)

@@ -17,14 +17,16 @@ from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
 
 LearningRate = float | Tensor
+Rates = LearningRate | list[list[LearningRate]]
 
 
 class Preconditioner:
-    """The solved sides of all blocks, and the products with them."""
+    """The solved sides of all blocks, and the products with them, by compiled code where asked for."""
 
-    def __init__(self, solver: str, rule: str) -> None:
+    def __init__(self, solver: str, rule: str, *, compiled: bool = False) -> None:
         self.solver = solver
         self.rule = rule
+        self._compiled = torch.compile(self._replace) if compiled else None
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
         self._stacks: list[Stack] = []
@@ -112,39 +114,101 @@ class Preconditioner:
         Where they are not finite, or `finite` says that other gradients are not, they become zero. `norms`, where
         given, holds tensors whose norm each block's direction takes over (grafting).
         """
-        if not self._stacks:
-            self._stacks = _stacked(self.solved.values())
-            self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
-        directions: list[tuple[Stack, Tensor]] = []
-        lengths: list[Tensor] = []
-        for stack in self._stacks:
-            if not any(
-                gradients[layout.name] is not None for member in stack.members for layout in member.block.layouts
-            ):
-                continue
-            gradient = stack.gather(gradients)
-            direction = stack.apply(gradient, self.solver, self.rule, damping)
-            if norms is not None:
-                ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
-                direction = direction * ratio
-                gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
-            directions.append((stack, direction))
-            lengths.append(_squared_length(stack, gradient, direction, learning_rate))
-        if not directions:
+        stacks = [stack for stack in self._present_stacks() if stack.has_gradient(gradients)]
+        if not stacks:
             return None
-        clipped = clip(torch.stack(lengths).sum(), kappa)
-        if finite is not None:
-            clipped = replace(clipped, finite=clipped.finite & finite)
-        for stack, direction in directions:
-            scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
-            # Into the gradients' own memory: DDP's buckets are views of it.
-            torch._foreach_copy_(*stack.scatter(scaled, gradients))
+        rates = [_rates(stack, learning_rate) for stack in stacks]
+        if self._compiled is None:
+            clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
+        else:
+            # Numbers as tensors: compiled code must not be made anew for every value of a schedule.
+            number = _Numbers(next(iter(self.solved.values())).scale)
+            clipped = self._compiled(
+                stacks,
+                gradients,
+                number(damping),
+                None if kappa is None else number(kappa),
+                [number(one) if isinstance(one, float) else one for one in rates],
+                finite,
+                norms,
+            )
         for name, mask in self._uncovered.items():
             # A raw gradient at a natural gradient's learning rate is no step to take.
             if (whole := gradients[name]) is not None:
                 self._uncovered[name] = mask.to(whole.device)
                 whole.masked_fill_(self._uncovered[name], 0)
         return clipped
+
+    def _present_stacks(self) -> list[Stack]:
+        if not self._stacks:
+            self._stacks = _stacked(self.solved.values())
+            self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
+        return self._stacks
+
+    @torch.no_grad()
+    def quadratic(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """δᵀF̂δ of the undamped blocks, for a direction δ by parameter name. What is left out of it does not move, and
+        what no block covers has no curvature. Eigenbases are those of the last refresh; inverses cannot tell, and the
+        factors as they are now do.
+        """
+        blocks = [member.block for member in self.solved.values()]
+        still: dict[str, Tensor | None] = {layout.name: None for block in blocks for layout in block.layouts}
+        moving = {**still, **direction}
+        if self.solver == "eigen":
+            lengths = [stack.quadratic(moving) for stack in self._present_stacks() if stack.has_gradient(moving)]
+        else:
+            lengths = [
+                block.quadratic(moving)
+                for block in blocks
+                if any(moving[one.name] is not None for one in block.layouts)
+            ]
+        some = next(iter(direction.values()))
+        return torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)
+
+    def _replace(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: float | Tensor,
+        kappa: float | Tensor | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+        norms: Mapping[str, Tensor] | None,
+    ) -> Clip:
+        """All arithmetic of a step, from the gradients' memory back into it."""
+        directions: list[Tensor] = []
+        lengths: list[Tensor] = []
+        for stack, rate in zip(stacks, rates, strict=True):
+            gradient = stack.gather(gradients)
+            direction = stack.apply(gradient, self.solver, self.rule, damping)
+            if norms is not None:
+                ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
+                direction = direction * ratio
+                gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
+            directions.append(direction)
+            lengths.append(_squared_length(stack, gradient * direction, rate))
+        clipped = clip(torch.stack(lengths).sum(), kappa)
+        if finite is not None:
+            clipped = replace(clipped, finite=clipped.finite & finite)
+        for stack, direction in zip(stacks, directions, strict=True):
+            scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
+            # Into the gradients' own memory: DDP's buckets are views of it.
+            torch._foreach_copy_(*stack.scatter(scaled, gradients))
+        return clipped
+
+
+class _Numbers:
+    """Numbers as tensors on the device of another one; equal numbers are one tensor."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._made: dict[float, Tensor] = {}
+
+    def __call__(self, value: float) -> Tensor:
+        if value not in self._made:
+            # Filled on the device: no copy from the host.
+            self._made[value] = torch.full((), value, dtype=torch.float64, device=self._like.device)
+        return self._made[value]
 
 
 def _uncovered(layouts: Iterable[Layout]) -> dict[str, Tensor]:
@@ -183,15 +247,19 @@ def _form(side: Side) -> Hashable:
     )
 
 
-def _squared_length(
-    stack: Stack, gradient: Tensor, direction: Tensor, learning_rate: Callable[[str], LearningRate]
-) -> Tensor:
-    """α² vᵀ∇, with each parameter's own learning rate."""
+def _rates(stack: Stack, learning_rate: Callable[[str], LearningRate]) -> Rates:
+    """The learning rate of all parameters of a stack, or where they differ a list of them for every member."""
     rates = [[learning_rate(layout.name) for layout in member.block.layouts] for member in stack.members]
-    products = gradient * direction
     first = rates[0][0]
     if all(rate is first or (not isinstance(rate, Tensor) and rate == first) for group in rates for rate in group):
-        return products.sum(dtype=torch.float64) * first**2
+        return first if isinstance(first, Tensor) else float(first)
+    return rates
+
+
+def _squared_length(stack: Stack, products: Tensor, rates: Rates) -> Tensor:
+    """α² vᵀ∇ from v ∘ ∇ (K, rows, columns), with each parameter's own learning rate."""
+    if not isinstance(rates, list):
+        return products.sum(dtype=torch.float64) * rates**2
     products = products.sum(1, dtype=torch.float64)
     total = products.new_zeros(())
     for member, part, group in zip(stack.members, stack.members_parts(products), rates, strict=True):

@@ -76,8 +76,16 @@ class Stack:
         self._row, *self._columns = [_Joined(bank, each) for bank, each in zip(banks, sides, strict=True)]
         self._counts = [member.block.shape[0] for member in members]
         self._scale = torch.cat([member.scale for member in members])
+        # Made here and not when it is asked for: copying it to a device would mean to wait.
+        several = any(count > 1 for count in self._counts)
+        numbers = [number for number, count in enumerate(self._counts) for _ in range(count)]
+        self._members_of_entries = torch.tensor(numbers, device=self._scale.device) if several else None
         for member, part in zip(members, self._scale.split(self._counts), strict=True):
             member.scale = part
+
+    def has_gradient(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        """Whether there is anything to precondition."""
+        return any(gradients[layout.name] is not None for member in self.members for layout in member.block.layouts)
 
     def gather(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """The members' gradients as (K, rows, columns); zero for members without one."""
@@ -98,7 +106,7 @@ class Stack:
             return self._scale.new_zeros(layout.shape)
         return layout.to_matrix(gradient)
 
-    def apply(self, gradient: Tensor, solver: str, rule: str, damping: float) -> Tensor:
+    def apply(self, gradient: Tensor, solver: str, rule: str, damping: float | Tensor) -> Tensor:
         """(K, rows, columns) → the damped inverse block times each gradient."""
         if solver == "inverse":
             product = self._row.times(self._after(gradient, inverse=True), inverse=True)
@@ -108,6 +116,12 @@ class Stack:
         # Not in place: with diagonal sides alone `rotated` is the gradient itself.
         rotated = rotated / divisor(rule, values, self._scale, damping)
         return self._row.times(self._after(rotated, transpose=True))
+
+    def quadratic(self, direction: Mapping[str, Tensor | None]) -> Tensor:
+        """δᵀF̂δ of the undamped blocks, in their eigenbases."""
+        rotated = self._after(self._row.times(self.gather(direction), transpose=True))
+        values = [side.values() for side in (self._row, *self._columns)]
+        return (rotated.square() * divisor("joint", values, self._scale, 0.0)).sum(dtype=torch.float64)
 
     def _after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
         """The column sides' Kronecker product from the right."""
@@ -128,7 +142,7 @@ class Stack:
         wanted: dict[str, Tensor | None] = dict.fromkeys(
             layout.name for member in self.members for layout in member.block.layouts
         )
-        return same_norms(direction, self.gather({**wanted, **norms}), self._counts)
+        return same_norms(direction, self.gather({**wanted, **norms}), self._members_of_entries)
 
     def scatter(self, matrix: Tensor, gradients: Mapping[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Where each member's part of (K, rows, columns) belongs in the gradients, and what is to be copied there."""

@@ -29,13 +29,13 @@ class FactoredDamping:
     divide: Tensor
 
 
-def factored_damping(rule: str, means: Sequence[Tensor], scale: Tensor, damping: float) -> FactoredDamping:
+def factored_damping(rule: str, means: Sequence[Tensor], scale: Tensor, damping: float | Tensor) -> FactoredDamping:
     """The factored rules. `means` holds each side's mean eigenvalue (K,), the input side last."""
     one = torch.ones_like(scale)
     if rule == "plain":
-        gamma = one * damping
+        gamma = (one * damping).to(scale.dtype)
         return FactoredDamping((one,) * (len(means) - 1) + (scale,), (gamma,) * len(means), one)
-    share = (damping / scale) ** (1 / len(means))
+    share = (damping / scale).to(scale.dtype) ** (1 / len(means))
     return FactoredDamping((one,) * len(means), tuple(pi * share for pi in pi_weights(means)), scale)
 
 
@@ -47,12 +47,15 @@ def pi_weights(means: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.where(usable, weights, 1.0))
 
 
-def divisor(rule: str, values: Sequence[Tensor], scale: Tensor, damping: float) -> Tensor:
+def divisor(rule: str, values: Sequence[Tensor], scale: Tensor, damping: float | Tensor) -> Tensor:
     """What each coefficient of the gradient in the eigenbasis is divided by: (K, rows, columns) from each side's
     eigenvalues (K, n_i), the row side first.
     """
     if rule == "joint":
-        lam = scale.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
+        if isinstance(damping, Tensor):
+            lam = damping.to(scale.dtype).expand(1, 1, 1)
+        else:
+            lam = scale.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
         return torch.baddbmm(lam, (values[0] * scale[:, None])[:, :, None], _columns(values)[:, None, :])
     damped = factored_damping(rule, [side.mean(-1) for side in values], scale, damping)
     sides = [

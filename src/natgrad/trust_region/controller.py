@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.foreach import dense
 from natgrad.precondition.clip import Clip, clip
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
@@ -16,6 +15,7 @@ from natgrad.trust_region.objective import Along, Closure, Objective
 from natgrad.trust_region.region import TrustRegion
 from natgrad.trust_region.taken import Taken
 
+Quadratic = Callable[[Mapping[str, Tensor]], Tensor]
 _ROUNDINGS = 8  # losses closer than this many units of rounding cannot be told apart
 
 
@@ -123,14 +123,13 @@ class Controller:
         assert along.fisher is not None, "asked for"
         return clip(along.fisher, cap)
 
-    def finish(self, parameters: Mapping[str, Tensor], blocks: Iterable[KroneckerBlock]) -> Clip | None:
+    def finish(self, parameters: Mapping[str, Tensor], factored: Quadratic) -> Clip | None:
         """After the optimizer's step: cuts it to the trust region, and compares what is left of it with its prediction.
-        Returns the clip where the step was measured.
+        Returns the clip where the step was measured. `factored` computes δᵀF̂δ.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        known = list(blocks)
         clipped = along = None
         direction = self._taken.difference(parameters)
         if self.cuts_steps:
@@ -138,18 +137,18 @@ class Controller:
                 along = self._objective.along(self._closure, self._taken.before, direction, fisher=True)
                 length = along.fisher
             else:
-                length = _quadratic(known, direction)
+                length = factored(direction)
             assert length is not None, "asked for"
             clipped = clip(length, pending.cap)
             direction = self._taken.scale(parameters, clipped.factor, clipped.finite)
         if pending.compare:
-            self._compare(pending, known, direction, along, 1.0 if clipped is None else float(clipped.factor))
+            self._compare(pending, factored, direction, along, 1.0 if clipped is None else float(clipped.factor))
         return clipped
 
     def _compare(
         self,
         pending: _Pending,
-        blocks: list[KroneckerBlock],
+        factored: Quadratic,
         direction: Mapping[str, Tensor],
         along: Along | None,
         factor: float,
@@ -157,7 +156,7 @@ class Controller:
         """`along`, where it is given, belongs to a step 1 / `factor` times as long."""
         assert self._damping is not None, "only adaptive damping compares"
         if pending.value is not None and pending.gradients is not None:
-            value, curvature = pending.value, _quadratic(blocks, direction)
+            value, curvature = pending.value, factored(direction)
             slope = _product(pending.gradients, direction)
         else:
             if along is None:
@@ -181,20 +180,6 @@ class Controller:
     def _closure(self) -> Closure:
         assert self.closure is not None, "`check` has been called"
         return self.closure
-
-
-def _quadratic(blocks: Iterable[KroneckerBlock], direction: Mapping[str, Tensor]) -> Tensor:
-    """δᵀF̂δ; what no block covers has no curvature, and what does not move has no length."""
-    some = next(iter(direction.values()))
-    total = torch.zeros((), dtype=torch.float64, device=some.device)
-    for block in blocks:
-        own = {layout.name: direction.get(layout.name) for layout in block.layouts}
-        if any(part is not None for part in own.values()):
-            still = {
-                n: some.new_zeros(layout.parameter_shape) for layout in block.layouts if own[n := layout.name] is None
-            }
-            total += block.quadratic({**still, **{n: part for n, part in own.items() if part is not None}})
-    return total
 
 
 def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from natgrad.foreach import drop_unless, multiply_all, overwrite_if
+
 
 class Taken:
     """A copy of the parameters from before a step, kept from step to step, and what the step has made of it."""
@@ -40,10 +42,10 @@ class Taken:
     def scale(self, parameters: Mapping[str, Tensor], factor: Tensor, finite: Tensor) -> dict[str, Tensor]:
         """Makes the step shorter by a factor; none at all where it is not finite. Returns the step that is left."""
         step = self.difference(parameters)
-        kept = {name: torch.where(finite, part * factor.to(part.dtype), 0.0) for name, part in step.items()}
+        parts = list(step.values())
+        drop_unless(finite, parts)
+        multiply_all(parts, factor)
+        shorter = torch._foreach_add(list(self._before.values()), parts)
         # Exactly as the optimizer left them where nothing is cut: before + (after − before) would round.
-        cut = (factor < 1) | ~finite
-        for name, before in self._before.items():
-            now = parameters[name].detach()
-            now.copy_(torch.where(cut, before + kept[name], now))
-        return kept
+        overwrite_if((factor < 1) | ~finite, [parameters[name].detach() for name in self._before], shorter)
+        return step
