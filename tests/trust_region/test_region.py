@@ -97,6 +97,8 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=1e-2),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "lars": lambda p: pytest.importorskip("pytorch_optimizer").LARS(p, lr=1.0, trust_coefficient=0.1),
+    "lamb": lambda p: pytest.importorskip("pytorch_optimizer").Lamb(p, lr=0.1),
 }
 
 
@@ -116,6 +118,17 @@ def test_the_step_taken_keeps_to_the_cap_in_front_of_any_optimizer(solver: str, 
     first = net()
     _, cut, _ = one_step(first, region, OPTIMIZERS[optimizer](first.parameters()), solver=solver)
     assert float(torch.cosine_similarity(uncut, cut, dim=0)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("optimizer", "follows"), [("sgd", True), ("adam", False), ("lars", False), ("lamb", False)])
+def test_what_the_clip_on_the_gradient_means_in_front_of_others(optimizer: str, follows: bool) -> None:
+    """A cap a hundred times smaller makes SGD's step ten times shorter; what rescales gradients hardly notices."""
+    lengths = []
+    for cap in (1e-4, 1e-6):
+        model = net()
+        _, step, _ = one_step(model, TrustRegion(cap), OPTIMIZERS[optimizer](model.parameters()))
+        lengths.append(float(step[:20].norm()))  # a matrix: LARS leaves vectors alone
+    assert lengths[0] / lengths[1] == pytest.approx(10.0 if follows else 1.0, rel=1e-2)
 
 
 def test_a_step_inside_the_region_is_left_bit_for_bit() -> None:
