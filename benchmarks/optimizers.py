@@ -30,7 +30,7 @@ import natgrad
 from benchmarks.digits import convnet, load_cases
 
 STEPS, BATCH, LOOK_EVERY = 300, 100, 10
-CAP = 1e-2
+CAP, STEP_CAP = 1e-3, 1e-4
 VARIANTS = ("alone", "K-FAC, clip on the gradient", "K-FAC, clip on the step")
 COLOURS = dict(zip(VARIANTS, ("#7f7f7f", "#e08214", "#2166ac"), strict=True))
 Make = Callable[[Any, float], torch.optim.Optimizer]
@@ -40,13 +40,15 @@ Make = Callable[[Any, float], torch.optim.Optimizer]
 class Kind:
     make: Make
     rates: tuple[float, float, float]
+    momentum: float = 0.0
+    """What the guide's rule multiplies the cap on the gradient with, (1 − μ)², where momentum adds up steps."""
 
 
 KINDS: dict[str, Kind] = {
-    "SGD": Kind(lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), (0.03, 0.1, 0.3)),
+    "SGD": Kind(lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), (0.03, 0.1, 0.3), momentum=0.9),
     "Adam": Kind(lambda p, lr: torch.optim.Adam(p, lr=lr), (1e-3, 3e-3, 1e-2)),
     "AdamW": Kind(lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.01), (1e-3, 3e-3, 1e-2)),
-    "LARS": Kind(lambda p, lr: LARS(p, lr=lr, momentum=0.9, trust_coefficient=0.01), (0.3, 1.0, 3.0)),
+    "LARS": Kind(lambda p, lr: LARS(p, lr=lr, momentum=0.9, trust_coefficient=0.01), (0.3, 1.0, 3.0), momentum=0.9),
     "LAMB": Kind(lambda p, lr: Lamb(p, lr=lr), (3e-3, 1e-2, 3e-2)),
 }
 
@@ -64,10 +66,12 @@ class Run:
         return self.losses[-1] if math.isfinite(self.losses[-1]) else math.inf
 
 
-def use_kfac(model: nn.Module, optimizer: torch.optim.Optimizer, variant: str) -> None:
+def use_kfac(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, variant: str) -> None:
     if variant == VARIANTS[0]:
         return
-    region = natgrad.TrustRegion(CAP, of="step" if variant == VARIANTS[2] else "gradient")
+    region = natgrad.TrustRegion(STEP_CAP, of="step")
+    if variant == VARIANTS[1]:
+        region = natgrad.TrustRegion(CAP * (1 - kind.momentum) ** 2)
     natgrad.KFAC(model, kl_clip=region, factor_update_steps=5, inv_update_steps=10).attach(optimizer)
 
 
@@ -82,7 +86,7 @@ def train(kind: Kind, rate: float, variant: str, *, steps: int, tick: Callable[[
     images = pixels.reshape(-1, 1, 8, 8)
     model = convnet()
     optimizer = kind.make(model.parameters(), rate)
-    use_kfac(model, optimizer, variant)
+    use_kfac(model, optimizer, kind, variant)
     shuffle = torch.Generator().manual_seed(1)
     order = torch.cat([torch.randperm(len(images), generator=shuffle) for _ in range(1 + steps * BATCH // len(images))])
     losses, divergences = [], []
@@ -158,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw(results, out=given.out)
     written = {
         "torch": str(torch.__version__),
-        "cap": CAP,
+        "cap_on_the_gradient": CAP,
+        "cap_on_the_step": STEP_CAP,
         "runs": {
             name: {
                 variant: {"lr": run.rate, "loss": run.last, "median_kl_of_a_step": run.divergence}

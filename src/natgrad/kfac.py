@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -341,7 +342,7 @@ class KFAC:
             return
         self._refresh_if_due(now.total_damping)
         if self._control.needs_optimizer:
-            self._control.begin(self._step, now.cap, now.l2, self._moving(), gradients)
+            self._control.begin(self._step, now, self._moving(), gradients)
         clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
             self._metrics.skipped_steps += (~finite).to(torch.int64)
@@ -350,6 +351,7 @@ class KFAC:
         self._metrics.damping = now.damping
         self._step += 1
         self._warner.step = self._step
+        self._metrics.clip = clip
         if not self._control.cuts_steps:
             self._note(clip, now.cap)
         if not self._control.waiting:
@@ -382,8 +384,9 @@ class KFAC:
             cap = self._control.cap
             clip = self._control.finish(self._moving(), self._preconditioner.quadratic)
             self.targets = None
+            before = self._metrics.clip
             if clip is not None:
-                self._note(clip, cap)
+                self._note(clip if before is None else replace(clip, factor=clip.factor * before.factor), cap)
 
     def _note(self, clip: Clip | None, cap: float | None) -> None:
         """Takes down how far the last step went."""

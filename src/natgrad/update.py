@@ -61,7 +61,7 @@ class Update:
         clip = preconditioner.precondition(
             gradients,
             damping=now.total_damping,
-            kappa=None if exact or self._control.cuts_steps else now.cap,
+            kappa=None if exact else now.cap,
             learning_rate=lambda name: self._link.rate(name, step),
             finite=finite,
             norms=norms,

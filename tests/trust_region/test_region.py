@@ -108,16 +108,39 @@ OPTIMIZERS = {
 def test_the_step_taken_keeps_to_the_cap_in_front_of_any_optimizer(solver: str, optimizer: str, curvature: str) -> None:
     model = net()
     region = TrustRegion(1e-4, of="step", curvature=curvature)
-    kfac, step, fisher = one_step(model, region, OPTIMIZERS[optimizer](model.parameters()), steps=3, solver=solver)
+    options = {"solver": solver, "damping": 1e-13}
+    kfac, step, fisher = one_step(model, region, OPTIMIZERS[optimizer](model.parameters()), steps=3, **options)
     metric = fisher if curvature == "exact" else dense_fisher(kfac)
-    assert float(step @ metric @ step) == pytest.approx(1e-4, rel=1e-9)
-    assert kfac.metrics()["predicted_kl"] == pytest.approx(0.5e-4)
-    assert float(kfac.metrics()["clip_factor"]) < 1  # type: ignore[arg-type]
+    length = float(step @ metric @ step)
+    tolerance = 1e-2 if solver == "inverse" else 1e-7  # pi damps by √λ
+    assert length <= 1e-4 * (1 + tolerance)
+    assert kfac.metrics()["predicted_kl"] == pytest.approx(0.5 * length, rel=tolerance)
+    history = kfac.history()
+    assert history["clip_factor"][0] < 1
+    assert all(kl <= 0.5e-4 * (1 + 1e-9) for kl in history["predicted_kl"])
     free = net()
-    _, uncut, _ = one_step(free, None, OPTIMIZERS[optimizer](free.parameters()), solver=solver)
+    _, uncut, _ = one_step(free, TrustRegion(1e-4), OPTIMIZERS[optimizer](free.parameters()), **options)
     first = net()
-    _, cut, _ = one_step(first, region, OPTIMIZERS[optimizer](first.parameters()), solver=solver)
+    _, cut, _ = one_step(first, region, OPTIMIZERS[optimizer](first.parameters()), **options)
     assert float(torch.cosine_similarity(uncut, cut, dim=0)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("solver", "rule"), [("eigen", "joint"), ("eigen", "pi"), ("inverse", "pi"), ("inverse", "plain")]
+)
+def test_the_step_of_plain_sgd_is_measured_as_its_gradient(solver: str, rule: str) -> None:
+    """With the damping in F̂ the two are one rule, whatever the solver."""
+    found = []
+    for of in ("gradient", "step"):
+        model = net()
+        options = {"solver": solver, "damping_rule": rule, "damping": 1e-2}
+        kfac, _, _ = one_step(
+            model, TrustRegion(1e-4, of=of), torch.optim.SGD(model.parameters(), lr=0.5), steps=3, **options
+        )
+        found.append((weights(model), kfac.history()["clip_factor"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-8, atol=1e-10)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-8)
+    assert max(found[0][1]) < 1
 
 
 @pytest.mark.parametrize(("optimizer", "follows"), [("sgd", True), ("adam", False), ("lars", False), ("lamb", False)])
@@ -129,6 +152,15 @@ def test_what_the_clip_on_the_gradient_means_in_front_of_others(optimizer: str, 
         _, step, _ = one_step(model, TrustRegion(cap), OPTIMIZERS[optimizer](model.parameters()))
         lengths.append(float(step[:20].norm()))  # a matrix: LARS leaves vectors alone
     assert lengths[0] / lengths[1] == pytest.approx(10.0 if follows else 1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("curvature", ["factored", "exact"])
+def test_adams_step_is_cut_to_the_cap(curvature: str) -> None:
+    model = net()
+    region = TrustRegion(1e-4, of="step", curvature=curvature)
+    kfac, step, fisher = one_step(model, region, torch.optim.Adam(model.parameters(), lr=0.1), steps=3, damping=1e-13)
+    metric = fisher if curvature == "exact" else dense_fisher(kfac)
+    assert float(step @ metric @ step) == pytest.approx(1e-4, rel=1e-7)
 
 
 def test_a_step_inside_the_region_is_left_bit_for_bit() -> None:

@@ -181,13 +181,16 @@ class KroneckerBlock:
         return combine_orientations(estimates)
 
     @torch.no_grad()
-    def quadratic(self, direction: Mapping[str, Tensor | None]) -> Tensor:
-        """δᵀF̂δ of the undamped block, for a direction δ by parameter name (None: stands still); needs statistics."""
+    def quadratic(self, direction: Mapping[str, Tensor | None], estimate: Estimate | None = None) -> Tensor:
+        """δᵀF̂δ for a direction δ by parameter name (None: stands still), with the block as it is or an `estimate`
+        derived from it; needs statistics.
+        """
         like = self.straight.row.sum
         given = [(layout, direction[layout.name]) for layout in self.layouts]
         parts = [like.new_zeros(layout.shape) if part is None else layout.to_matrix(part) for layout, part in given]
         matrices = torch.cat(parts, dim=2).to(like.dtype)
-        return (matrices * self.estimate().times(matrices)).sum(dtype=torch.float64)
+        own = self.estimate() if estimate is None else estimate
+        return (matrices * own.times(matrices)).sum(dtype=torch.float64)
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:

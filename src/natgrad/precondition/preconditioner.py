@@ -146,21 +146,23 @@ class Preconditioner:
         return self._stacks
 
     @torch.no_grad()
-    def quadratic(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """δᵀF̂δ of the undamped blocks, for a direction δ by parameter name. What is left out of it does not move, and
-        what no block covers has no curvature. Eigenbases are those of the last refresh; inverses cannot tell, and the
-        factors as they are now do.
+    def quadratic(self, direction: Mapping[str, Tensor], damping: float) -> Tensor:
+        """δᵀF̂δ with the damping in F̂ (0 for none), for a direction δ by parameter name.
+
+        What is left out of it does not move, and what no block covers has no curvature. Eigenbases are those of the
+        last refresh; inverses cannot tell, and the factors as they are now do.
         """
         blocks = [member.block for member in self.solved.values()]
         still: dict[str, Tensor | None] = {layout.name: None for block in blocks for layout in block.layouts}
         moving = {**still, **direction}
         if self.solver == "eigen":
-            lengths = [stack.quadratic(moving) for stack in self._present_stacks() if stack.has_gradient(moving)]
+            stacks = [stack for stack in self._present_stacks() if stack.has_gradient(moving)]
+            lengths = [stack.quadratic(moving, self.rule, damping) for stack in stacks]
         else:
             lengths = [
-                block.quadratic(moving)
+                block.quadratic(moving, Estimate(*damped_sides(block.estimate(), self.rule, damping)))
                 for block in blocks
-                if any(moving[one.name] is not None for one in block.layouts)
+                if any(moving[layout.name] is not None for layout in block.layouts)
             ]
         some = next(iter(direction.values()))
         return torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)

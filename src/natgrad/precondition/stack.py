@@ -117,11 +117,11 @@ class Stack:
         rotated = rotated / divisor(rule, values, self._scale, damping)
         return self._row.times(self._after(rotated, transpose=True))
 
-    def quadratic(self, direction: Mapping[str, Tensor | None]) -> Tensor:
-        """δᵀF̂δ of the undamped blocks, in their eigenbases."""
+    def quadratic(self, direction: Mapping[str, Tensor | None], rule: str, damping: float) -> Tensor:
+        """δᵀF̂δ with the damping in F̂, in its eigenbasis: what `apply` divides by."""
         rotated = self._after(self._row.times(self.gather(direction), transpose=True))
         values = [side.values() for side in (self._row, *self._columns)]
-        return (rotated.square() * divisor("joint", values, self._scale, 0.0)).sum(dtype=torch.float64)
+        return (rotated.square() * divisor(rule, values, self._scale, damping)).sum(dtype=torch.float64)
 
     def _after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
         """The column sides' Kronecker product from the right."""

@@ -10,21 +10,23 @@ from torch import Tensor
 
 from natgrad.foreach import dense
 from natgrad.precondition.clip import Clip, clip
+from natgrad.settings import Now
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.objective import Along, Closure, Objective
 from natgrad.trust_region.region import TrustRegion
 from natgrad.trust_region.taken import Taken
 
-Quadratic = Callable[[Mapping[str, Tensor]], Tensor]
+Quadratic = Callable[[Mapping[str, Tensor], float], Tensor]  # δᵀF̂δ of a direction, with some damping in F̂
 _ROUNDINGS = 8  # losses closer than this many units of rounding cannot be told apart
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step under way: its number, the cap on it, and what a comparison needs."""
+    """A step under way: its number, the numbers that hold for it, and what a comparison needs."""
 
     step: int
     cap: float | None
+    damping: float
     l2: float
     compare: bool
     value: Tensor | None = None
@@ -92,8 +94,7 @@ class Controller:
     def begin(
         self,
         step: int,
-        cap: float | None,
-        l2: float,
+        now: Now,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None],
     ) -> None:
@@ -106,9 +107,9 @@ class Controller:
         if compare and self._damping is not None and self._damping.curvature == "factored":
             value = self._objective.value(self._closure)
             kept = {name: gradient.clone() for name, gradient in dense(gradients).items()}
-            self._pending = _Pending(step, cap, l2, compare, value, kept)
+            self._pending = _Pending(step, now.cap, now.total_damping, now.l2, compare, value, kept)
         else:
-            self._pending = _Pending(step, cap, l2, compare)
+            self._pending = _Pending(step, now.cap, now.total_damping, now.l2, compare)
 
     def clip_gradient(
         self,
@@ -125,7 +126,7 @@ class Controller:
 
     def finish(self, parameters: Mapping[str, Tensor], factored: Quadratic) -> Clip | None:
         """After the optimizer's step: cuts it to the trust region, and compares what is left of it with its prediction.
-        Returns the clip where the step was measured. `factored` computes δᵀF̂δ.
+        Returns the clip where the step was measured.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -137,7 +138,7 @@ class Controller:
                 along = self._objective.along(self._closure, self._taken.before, direction, fisher=True)
                 length = along.fisher
             else:
-                length = factored(direction)
+                length = factored(direction, pending.damping)
             assert length is not None, "asked for"
             clipped = clip(length, pending.cap)
             direction = self._taken.scale(parameters, clipped.factor, clipped.finite)
@@ -156,7 +157,7 @@ class Controller:
         """`along`, where it is given, belongs to a step 1 / `factor` times as long."""
         assert self._damping is not None, "only adaptive damping compares"
         if pending.value is not None and pending.gradients is not None:
-            value, curvature = pending.value, factored(direction)
+            value, curvature = pending.value, factored(direction, 0.0)
             slope = _product(pending.gradients, direction)
         else:
             if along is None:

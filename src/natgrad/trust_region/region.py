@@ -20,8 +20,9 @@ class TrustRegion:
         cap: c_k or κ, a number or a callable of the step: `natgrad.schedules` has the papers' decays.
         of: ``"gradient"``: δ = −α v, what plain SGD would make of the preconditioned gradient v. ``"step"``: the step
             that the optimizer has really taken, momentum, rescaling and weight decay included; the weights are then
-            pulled back along it. It needs the optimizer, one copy of the parameters, and two products a layer.
-        curvature: ``"factored"``: F̂ of the blocks (for ``of="gradient"`` with its damping, as vᵀF̂v = vᵀ∇ is free).
+            pulled back along it. (The gradient that it gets is bounded too, by the blocks: momentum must not remember
+            what no step may be.) It needs the optimizer, one copy of the parameters, and two products a layer.
+        curvature: ``"factored"``: F̂ of the blocks with its damping (vᵀF̂v = vᵀ∇ is free for the gradient).
             ``"exact"``: the Fisher of this batch itself, by one forward-mode pass through ``kfac.objective``.
     """
 
