@@ -131,7 +131,7 @@ def draw(results: Results, *, out: Path) -> None:
             run = runs[variant]
             steps = [LOOK_EVERY * number for number in range(len(run.losses))]
             panel.plot(steps, run.losses, color=COLOURS[variant], linewidth=1.6, label=variant)
-        panel.set(title=name, yscale="log", xlabel="step", xlim=(0, STEPS))
+        panel.set(title=name, yscale="log", xlabel="step", xlim=(0, STEPS), ylim=(1e-9, 5))
     panels[0].set_ylabel("training loss")
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
     figure.savefig(out, dpi=160)

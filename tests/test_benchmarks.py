@@ -12,10 +12,11 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from benchmarks import cifar10
+from benchmarks import autoencoder, cifar10, digits
 from benchmarks.approximations import alexnet, common, reduce, sharing
 from benchmarks.timing import Device
 
+import natgrad
 from natgrad.models import resnet50
 
 CPU = Device("cpu")
@@ -168,3 +169,42 @@ def test_training_writes_numbers_and_a_picture(folder, capsys):
     assert found["settings"]["kl_clip"] == 1e-4
     assert all(len(run["train_loss"]) == len(run["test_error"]) == 1 for run in found["runs"])
     assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_the_autoencoders_goals():
+    def runs(last: float) -> dict:
+        curve = [20.0] * 100 + [15.0] * 300 + [last]
+        return {setting.name: [autoencoder.Run(curve, [1.0])] for setting in autoencoder.SETTINGS}
+
+    assert autoencoder.met(runs(14.1))
+    assert not autoencoder.met(runs(14.3))
+
+
+def test_the_directions_of_both_rules_are_those_of_kfac():
+    pixels = digits.load_pixels()[:100]
+    for rule in ("pi", "joint"):
+        model = digits.autoencoder(0)
+        kfac = natgrad.KFAC(
+            model, kl_clip=None, damping=1e-2, damping_rule=rule, fisher="sampled", predictive="bernoulli"
+        )
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(pixels), pixels, reduction="sum") / 100
+        loss.backward()
+        raw = {name: p.grad.double() for name, p in model.named_parameters()}
+        kfac.step()
+        for block in kfac.blocks:
+            for name, part in autoencoder.solved(block, raw, rule, 1e-2).items():
+                own = model.get_parameter(name).grad.double()
+                assert float((part - own).norm() / own.norm()) < 1e-3
+
+
+def test_divergence_is_that_of_the_predictions():
+    optimizers = pytest.importorskip("benchmarks.optimizers")
+    before, after = torch.randn(5, 3), torch.randn(5, 3)
+    p, q = (torch.distributions.Categorical(logits=logits) for logits in (before, after))
+    expected = torch.distributions.kl_divergence(p, q).mean()
+    assert optimizers.divergence(before, after) == pytest.approx(float(expected))
+    assert optimizers.divergence(before, before + 1) == pytest.approx(0, abs=1e-6)
+    for variant in optimizers.VARIANTS:
+        run = optimizers.train(optimizers.KINDS["LARS"], 1.0, variant, steps=20, tick=lambda: None)
+        assert len(run.losses) == 3
+        assert run.losses[-1] < run.losses[0]

@@ -85,3 +85,23 @@ def test_kfac_follows_them() -> None:
     other = schedules.driven(schedules.steps(1e-2, factor=0.1, at=[1]))
     other.load_state_dict(epoch.state_dict())
     assert other(0) == epoch(0) == 1e-3
+
+
+def test_kfacs_checkpoint_holds_where_a_driven_schedule_is() -> None:
+    model = nn.Linear(3, 2)
+    damping = schedules.driven(schedules.steps(1.0, factor=0.5, at=[1, 2]))
+    cap = schedules.driven(schedules.constant(1e-3))
+    kfac = KFAC(model, lr=0.1, damping=damping, kl_clip=cap)
+    damping.step()
+    model(torch.randn(4, 3)).logsumexp(1).sum().backward()
+    kfac.step()
+    fresh = schedules.driven(schedules.steps(1.0, factor=0.5, at=[1, 2]))
+    other = KFAC(model, lr=0.1, damping=fresh, kl_clip=1e-3)
+    other.load_state_dict(kfac.state_dict())
+    assert fresh(0) == 0.5
+    plain = KFAC(model, lr=0.1, damping=3e-3)  # a number where the checkpoint had a schedule
+    plain.load_state_dict(kfac.state_dict())
+    model.zero_grad()
+    model(torch.randn(4, 3)).logsumexp(1).sum().backward()
+    plain.step()
+    assert plain.metrics()["damping"] == 3e-3
