@@ -35,7 +35,6 @@ def ways() -> dict[str, dict[str, Any]]:
         "trust region of the step": {"kl_clip": natgrad.TrustRegion(1e-4, of="step")},
         "exact curvature": {"kl_clip": natgrad.TrustRegion(1e-2, curvature="exact")},
         "adaptive damping": {"damping": natgrad.AdaptiveDamping(0.1)},
-        "adaptive damping, factored": {"damping": natgrad.AdaptiveDamping(0.1, curvature="factored")},
     }
 
 

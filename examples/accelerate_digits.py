@@ -32,8 +32,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    # accelerator.backward() divides each loss by gradient_accumulation_steps: accumulated_loss="mean".
-    kfac = natgrad.KFAC(model, accumulated_loss="mean", damping=1e-2, kl_clip=1e-2, inv_update_steps=20)
+    # accelerator.backward() divides each loss by this number.
+    divisor = accelerator.gradient_accumulation_steps
+    kfac = natgrad.KFAC(model, accumulated_loss=divisor, damping=1e-2, kl_clip=1e-2, inv_update_steps=20)
     kfac.attach(optimizer, grad_scaler=accelerator.scaler)
     accelerator.register_for_checkpointing(kfac)  # save_state() and load_state() include it
 

@@ -478,7 +478,7 @@ def test_adaptive_damping_and_the_step_taken_behind_a_scaler() -> None:
             kfac.objective = lambda m=model, a=x, b=y: loss_of(m, a, b)
             scaler.step(optimizer)
             scaler.update()
-        results.append((damping(0), weights(model)))
+        results.append((kfac.damping, weights(model)))
     assert results[0][0] == results[1][0] != 0.1
     for one, other in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

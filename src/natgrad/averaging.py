@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.callers import is_inner_step
 from natgrad.capture.watch import clean_name, innermost
 from natgrad.errors import Warner
-from natgrad.link import creates_state
+from natgrad.link import creates_state, unwrapped
 from natgrad.options import Hyperparameter, Number, whole_number
 
 _VERSION = 1
@@ -67,6 +68,7 @@ class PolyakAverage:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> PolyakAverage:
         """Updates the average after every ``optimizer.step()`` from now on; the loop does not change."""
+        optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if self._hook is not None:
@@ -75,7 +77,7 @@ class PolyakAverage:
             raise ValueError("this optimizer holds none of the model's parameters")
 
         def hook(stepped: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not creates_state(stepped):
+            if not is_inner_step(stepped) and not creates_state(stepped):
                 self.update()
 
         # A compiled optimizer.step() runs this eagerly.

@@ -23,6 +23,7 @@ _KEYS = (
     "step",
     "factors_at",
     "refreshed_at",
+    "solved_damping",
     "stale",
     "metrics",
     "generator",

@@ -19,7 +19,7 @@ from natgrad.link import Link
 from natgrad.loss_scale import LossScale
 from natgrad.metrics import Metrics
 from natgrad.observer import Observer
-from natgrad.options import Hyperparameter, Number, choice, flag, fraction, whole_number
+from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
 from natgrad.parameters import (
     any_nonzero,
     make_choices,
@@ -42,7 +42,7 @@ from natgrad.trust_region.history import History
 from natgrad.trust_region.objective import Objective
 from natgrad.trust_region.region import TrustRegion, checked_region
 from natgrad.update import Update, names
-from natgrad.window import ACCUMULATED, FISHERS, Window
+from natgrad.window import FISHERS, Window, checked_accumulation
 
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
@@ -84,7 +84,7 @@ class KFAC:
             not the number of predictions in the model's output: 1 for a summed loss, all elements for `nn.MSELoss`,
             all micro-batches together for an accumulated loss.
         accumulated_loss: several backward passes feed a step: ``"mean"`` where each loss is divided by their number,
-            ``"sum"`` where it is not.
+            the number that it is divided by where that is always the same, ``"sum"`` where it is not divided.
         grad_scaler: the `torch.amp.GradScaler` of a loop that calls `step` itself; `attach` takes it too.
         sharing: ``"expand"`` (places and tokens count as uncorrelated rows) or ``"reduce"`` (averaged over each case's
             places first: cheaper); or a dict from name patterns to these.
@@ -126,7 +126,7 @@ class KFAC:
         fisher: str = "empirical",
         predictive: Predictive = "categorical",
         loss_terms: Number | None = None,
-        accumulated_loss: str | None = None,
+        accumulated_loss: str | Number | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         sharing: str | Mapping[str, str] = "expand",
         batch_axis: int | Mapping[str, int] | None = None,
@@ -153,21 +153,23 @@ class KFAC:
         if (solver, rule) == ("inverse", "joint"):
             raise ValueError("damping_rule='joint' needs solver='eigen'; the inverse solver knows 'pi' and 'plain'")
         region = checked_region(kl_clip)
+        terms = None if loss_terms is None else Terms(loss_terms)
+        rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
+        divisor = checked_accumulation(accumulated_loss)
+        # Its own: one object may be given to several.
+        adaptive = damping.fresh() if isinstance(damping, AdaptiveDamping) else None
         self._settings = Settings(
-            damping=damping,
+            damping=damping if adaptive is None else adaptive,
             factor_decay=factor_decay,
             l2=l2,
             raw_momentum=raw_momentum,
             factor_update_steps=factor_update_steps,
             inv_update_steps=inv_update_steps,
             region=region,
+            others=[one for one in (rate, terms, divisor) if isinstance(one, Hyperparameter)],
         )
         graft = checked_grafting(grafting)
-        if accumulated_loss is not None:
-            choice("accumulated_loss", accumulated_loss, ACCUMULATED)
         scale = LossScale(grad_scaler)
-        terms = None if loss_terms is None else Hyperparameter("loss_terms", loss_terms, above=0)
-        rate = None if lr is None else Hyperparameter("lr", lr, above=0, inclusive=True)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         whole_number("max_factor_size", max_factor_size)
@@ -190,6 +192,7 @@ class KFAC:
         self._factors_at: int | None = None
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
+        self._solved_damping: float | None = None  # λ of the last refresh
         self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
         self._registry = Registry(
             self._parameters,
@@ -212,7 +215,7 @@ class KFAC:
             generator=generator,
             choices=choices,
             fallback=runner,
-            accumulated=accumulated_loss,
+            accumulated=divisor,
             scale=scale,
             warn=self._warner.once,
         )
@@ -227,11 +230,11 @@ class KFAC:
             terms=terms,
             warner=self._warner,
         )
-        adaptive = damping if isinstance(damping, AdaptiveDamping) else None
         observer = self._observer  # not through self: a KFAC that nobody holds must go at once
-        again = Objective(innermost(model), predictive, lambda: observer.targets)
+        again = Objective(innermost(model), predictive, lambda: observer.targets, runner.unobserved)
         self._control = Controller(region, adaptive, again)
         self._update = Update(self._parameters, self._registry, self._link, self._control, graft)
+        self._observer.on_exchange = self._update.forget
         self._watch.arm()
 
     # In the training loop
@@ -338,11 +341,11 @@ class KFAC:
         gradients: dict[str, Tensor | None] = {
             name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
         }
-        if self._watch.armed and not self._take_statistics(gradients, usable):
+        if self._watch.armed and not self._take_statistics(gradients, now, usable):
             return
-        self._refresh_if_due(now.total_damping)
+        self._refresh_if_due(now)
         if self._control.needs_optimizer:
-            self._control.begin(self._step, now, self._moving(), gradients)
+            self._control.begin(self._step, now, self._moving())
         clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
             self._metrics.skipped_steps += (~finite).to(torch.int64)
@@ -356,7 +359,7 @@ class KFAC:
             self._note(clip, now.cap)
         if not self._control.waiting:
             self.targets = None  # the next batch has its own
-        self._arm_if_due()
+        self._arm_if_due(now.next_factor_interval)
 
     def _refuse_lacking_optimizer(self) -> None:
         region = self._control.region
@@ -370,6 +373,8 @@ class KFAC:
                 "AdaptiveDamping and TrustRegion(of='step') look at what the optimizer does: attach(optimizer), or "
                 "pass optimizer="
             )
+        if self._control.adapts and self._link.maximises:
+            raise ValueError("AdaptiveDamping compares losses that fall: minimise the negative, without maximize=True")
 
     def _moving(self) -> dict[str, Tensor]:
         """The parameters that the optimizer moves."""
@@ -406,7 +411,7 @@ class KFAC:
             self.detach()
             raise ValueError(f"no parameter of this model can be preconditioned ({reasons})")
 
-    def _take_statistics(self, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> bool:
+    def _take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
         if window.terms == 0:
@@ -435,7 +440,7 @@ class KFAC:
                 "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
                 "the loss looks at?"
             )
-        refused = window.commit(self._settings.decay.at(step), usable)
+        refused = window.commit(step, now.decay, usable)
         # What a scaler skips is in the order of things, and not counted.
         self._metrics.rejected_statistics += refused if usable is None else refused * usable
         self._refused = refused
@@ -444,9 +449,10 @@ class KFAC:
         self._stale = True
         return True
 
-    def _arm_if_due(self) -> None:
+    def _arm_if_due(self, interval: int | None = None) -> None:
         last, step = self._factors_at, self._step
-        if last is None or step - last >= self._settings.factor_interval.at(step):
+        interval = self._settings.factor_interval.at(step) if interval is None else interval
+        if last is None or step - last >= interval:
             self._watch.arm()
 
     # Decompositions
@@ -456,13 +462,16 @@ class KFAC:
             self._preconditioner.keep_only(self._registry)
             self._solved_version = self._registry.version
 
-    def _refresh_if_due(self, damping: float) -> None:
+    def _refresh_if_due(self, now: Now) -> None:
         self._follow_registry()
-        step, solved = self._step, self._preconditioner.solved
-        due = self._refreshed_at is None or step - self._refreshed_at >= self._settings.refresh_interval.at(step)
-        everything = due and (self._stale or self._preconditioner.solver == "inverse")
+        step, solved, damping = self._step, self._preconditioner.solved, now.total_damping
+        inverse = self._preconditioner.solver == "inverse"
+        due = self._refreshed_at is None or step - self._refreshed_at >= now.refresh_interval
+        # An inverse holds its damping: one that adapts must be in it before it is judged again.
+        due = due or (inverse and self._control.adapts and damping != self._solved_damping)
+        everything = due and (self._stale or inverse)
         if due:
-            self._refreshed_at, self._stale = step, False
+            self._refreshed_at, self._stale, self._solved_damping = step, False, damping
         # A block that has no solution yet gets one as soon as it has statistics.
         new = self._factors_at == step
         blocks = [block for block in self._registry if everything or (new and block.key not in solved)]
@@ -505,6 +514,11 @@ class KFAC:
     def blocks(self) -> list[KroneckerBlock]:
         """The Fisher blocks found so far; each has `names` and `to_dense()`."""
         return list(self._registry)
+
+    @property
+    def damping(self) -> float:
+        """λ of the next step."""
+        return self._settings.at(self._step).damping
 
     @property
     def steps(self) -> int:
@@ -562,6 +576,7 @@ class KFAC:
             "step": self._step,
             "factors_at": self._factors_at,
             "refreshed_at": self._refreshed_at,
+            "solved_damping": self._solved_damping,
             "stale": self._stale,
             "metrics": self._metrics.state(),
             "generator": None if generator is None else generator.get_state(),
@@ -593,6 +608,7 @@ class KFAC:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
         generator = checkpoint.load_generator(state["generator"], self._window.generator)
         buffers = Buffers.load(state["buffers"], self._parameters)
+        self._settings.check(state["schedules"])
         self._window.close()
         self._window.unrecognised.clear()
         self._window.left.clear()
@@ -603,6 +619,7 @@ class KFAC:
         self._step = self._warner.step = state["step"]
         self._factors_at = state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
+        self._solved_damping = state["solved_damping"]
         self._metrics.load(state["metrics"])
         self._update.buffers = buffers
         self._settings.load(state["schedules"])

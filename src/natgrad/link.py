@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.callers import callers
+from natgrad.callers import is_inner_step
 from natgrad.options import Hyperparameter
 from natgrad.parameters import any_nonzero
 from natgrad.precondition.preconditioner import LearningRate
@@ -53,6 +53,11 @@ class Link:
         """The optimizer, attached or read."""
         return self._optimizer
 
+    @property
+    def maximises(self) -> bool:
+        """Whether the optimizer climbs."""
+        return self._optimizer is not None and any(group.get("maximize") for group in self._optimizer.param_groups)
+
     def attach(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Runs `before` right before every step of the optimizer and `after` right after it."""
         optimizer = unwrapped(optimizer)
@@ -74,24 +79,17 @@ class Link:
                     "often: detach() it first, or make a new optimizer"
                 )
 
-        under_way: weakref.ref[_Arguments] | None = None
-
         def hook(
             stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            nonlocal under_way
-            # torch runs the hooks of both where a subclass's step calls its base's: one step is one step.
-            # (The arguments of one that failed may live on in a traceback: whether they call us tells.)
-            outer = None if under_way is None else under_way()
-            if outer is not None and any(own.get("kwargs") is outer for own in callers()):
+            if is_inner_step(stepping):
                 return args, kwargs
-            args, kwargs = run_closure(stepping, args, kwargs)
+            arguments = run_closure(stepping, args, kwargs)
             if not creates_state(stepping):
                 before()
-            arguments = _Arguments(kwargs)
-            under_way = weakref.ref(arguments)
-            return args, arguments
+            return arguments
 
+        self._stop_following()
         self._optimizer = optimizer
         self.read()
         # A compiled optimizer.step() runs this eagerly.
@@ -100,17 +98,29 @@ class Link:
         vars(optimizer).setdefault(_LINKS, weakref.WeakSet()).add(self)
 
     def follow(self, after: Callable[[], None]) -> None:
-        """Runs `after` right after every step of the optimizer, before other hooks look at what it did."""
-        if self._after is None and self._optimizer is not None:
-            self._after = self._optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: after()))
-            hooks = cast("OrderedDict[int, Any]", self._optimizer._optimizer_step_post_hooks)
-            hooks.move_to_end(self._after.id, last=False)
+        """Runs a method right after every step of the optimizer, before other hooks look at what it did. It is held
+        weakly: an optimizer must not keep alive what only looks at it.
+        """
+        if self._after is not None or self._optimizer is None:
+            return
+        method = weakref.WeakMethod(after)
 
-    def detach(self) -> None:
-        """Undoes `attach` and `follow`."""
+        def hook(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            if not is_inner_step(stepped) and (present := method()) is not None:
+                present()
+
+        self._after = self._optimizer.register_step_post_hook(torch.compiler.disable(hook))
+        hooks = cast("OrderedDict[int, Any]", self._optimizer._optimizer_step_post_hooks)
+        hooks.move_to_end(self._after.id, last=False)
+
+    def _stop_following(self) -> None:
         if self._after is not None:
             self._after.remove()
             self._after = None
+
+    def detach(self) -> None:
+        """Undoes `attach` and `follow`."""
+        self._stop_following()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -132,10 +142,6 @@ class Link:
         if self._optimizer is None:
             return 1.0  # no clip: only the logged KL depends on it
         return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
-
-
-class _Arguments(dict[str, Any]):
-    """The keyword arguments of one step: alive, in the frame of torch's wrapper, for as long as the step is."""
 
 
 class _Computed:

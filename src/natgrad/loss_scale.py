@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from natgrad.callers import callers
+from natgrad.callers import calling_scaler
 from natgrad.foreach import multiply_all
 
 
@@ -56,7 +56,7 @@ class LossScale:
         """An attached K-FAC whose optimizer is stepped by a scaler that nobody told it of would take the scale for
         curvature.
         """
-        if self._scaler is None and _calling_scaler() is not None:
+        if self._scaler is None and calling_scaler() is not None:
             raise RuntimeError(
                 "a GradScaler calls this optimizer: kfac.attach(optimizer, grad_scaler=scaler), so that the loss's "
                 "scale is not taken for curvature"
@@ -75,9 +75,3 @@ class LossScale:
             return None
         found = list(self._active._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
         return None if not found else torch.stack([flag.to(found[0].device) for flag in found]).sum() == 0
-
-
-def _calling_scaler() -> GradScaler | None:
-    """The scaler whose step() we are in."""
-    found = next((own["self"] for own in callers() if isinstance(own.get("self"), GradScaler)), None)
-    return found if found is not None and found.is_enabled() else None

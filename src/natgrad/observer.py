@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -15,7 +15,7 @@ from natgrad.capture import outputs
 from natgrad.capture.watch import Inputs
 from natgrad.errors import Warner
 from natgrad.link import Link
-from natgrad.options import Hyperparameter
+from natgrad.options import Terms
 from natgrad.parameters import parameters_of
 from natgrad.remaining import Fallback
 from natgrad.window import Window
@@ -34,12 +34,13 @@ class Observer:
         *,
         exclude: tuple[str, ...],
         fraction: float,
-        terms: Hyperparameter | None,
+        terms: Terms | None,
         warner: Warner,
     ) -> None:
         if all(any(fnmatch(name, pattern) for pattern in exclude) for name in parameters):
             raise ValueError(f"exclude={list(exclude)} leaves no parameter to precondition")
         self.targets: Any = None
+        self.on_exchange: Callable[[list[str]], None] = lambda names: None  # told of parameters that are others now
         self._model = model
         self._parameters = parameters
         self._window = window
@@ -85,11 +86,8 @@ class Observer:
         anchors = [tensor.grad_fn for tensor in outputs.attached_tensors(output) if tensor.grad_fn is not None]
         arguments, keywords = take_cases(inputs, cases, chosen)
         targets = None if self.targets is None else take_cases(self.targets, cases, chosen)
-        self._fallback.busy = True
-        try:
+        with self._fallback.unobserved():
             part = run_aside(self._model, arguments, keywords)
-        finally:
-            self._fallback.busy = False
         return self.tap(part, inputs=(arguments, keywords), targets=targets, anchors=anchors)
 
     def tap(
@@ -122,7 +120,7 @@ class Observer:
                 roots,
                 candidates,
                 own_terms=terms,
-                step_terms=None if self._terms is None else self._terms.at(self._warner.step),
+                step_terms=None if self._terms is None else self._terms.at_step(self._warner.step),
                 targets=self.targets if targets is None else targets,
                 inputs=inputs,
                 anchors=anchors,
@@ -139,6 +137,7 @@ class Observer:
         if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
             changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
             self._window.registry.drop(changed)
+            self.on_exchange(changed)
             self._parameters.clear()
             self._parameters.update(present)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Number = float | Callable[[int], float]
@@ -79,12 +81,55 @@ class Hyperparameter:
 
     def state(self) -> Any:
         """The state of a schedule that has one: driven by the loop, or adaptive."""
-        return self.value.state_dict() if hasattr(self.value, "state_dict") else None
+        state = self.value.state_dict() if hasattr(self.value, "state_dict") else {}
+        return state if any(state.values()) else None
+
+    def check(self, state: Any) -> None:
+        """Refuses a checkpoint's state that this schedule cannot go on from, without loading it."""
+        if state is None or not hasattr(self.value, "load_state_dict"):
+            return
+        try:
+            copy.deepcopy(self.value).load_state_dict(state)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"the checkpoint's state of {self.name} does not fit {self.value!r}: {state}") from None
 
     def load(self, state: Any) -> None:
-        """Goes on from a checkpoint; a schedule that has no state, or is new, stays as it is."""
-        if state is not None and hasattr(self.value, "load_state_dict"):
+        """Goes on from a checkpoint; what it has no state of begins anew, or has none."""
+        if state is None and hasattr(self.value, "reset"):
+            self.value.reset()
+        elif state is not None and hasattr(self.value, "load_state_dict"):
             self.value.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Now:
+    """The numbers of one step. `next_factor_interval` is that of the step after it."""
+
+    cap: float | None
+    damping: float
+    l2: float
+    momentum: float
+    decay: float
+    refresh_interval: int
+    next_factor_interval: int
+
+    @property
+    def total_damping(self) -> float:
+        """What is added to the Fisher: λ, and the curvature of an L2 term in the loss."""
+        return self.damping + self.l2
+
+
+class Terms(Hyperparameter):
+    """How many terms a loss is a mean over; None where the predictions are to be counted."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("loss_terms", value, above=0)
+
+    def at_step(self, step: int) -> float | None:
+        """The number at a step."""
+        if callable(self.value) and self.value(step) is None:
+            return None
+        return self.at(step)
 
 
 class Interval(Hyperparameter):

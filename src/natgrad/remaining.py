@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +83,11 @@ class Fallback:
         """
         if self.refused or all(derivative is None for derivative in derivatives):
             return {}
-        self.busy = True
         try:
-            found = per_case_gradients(self.model, parameters, call, derivatives)
+            with self.unobserved():
+                found = per_case_gradients(self.model, parameters, call, derivatives)
         except NotByCaseError as error:
             return self._failed(str(error))
-        finally:
-            self.busy = False
         half = call.autocast is not None or any(d is not None and d.dtype in _HALF for d in derivatives)
         if totals is not None and not all(
             add_up(gradients, totals[name], exactly=not half) for name, gradients in found.items()
@@ -96,6 +95,15 @@ class Fallback:
             return self._failed(_DIFFERS)
         self.failures = 0
         return found
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Runs of the model that are ours, and no batch."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
 
     def _failed(self, reason: str) -> dict[str, Tensor]:
         self.failures += 1

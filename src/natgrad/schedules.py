@@ -20,9 +20,10 @@ from typing import Any
 class Schedule:
     """A number that depends on time. Call it with the step; multiply it with another one, or with a number."""
 
-    def __init__(self, function: Callable[[float], float], text: str) -> None:
+    def __init__(self, function: Callable[[float], float], text: str, *parts: Schedule) -> None:
         self._function = function
         self._text = text
+        self._parts = parts
 
     def __call__(self, step: float) -> float:
         """The value at a step."""
@@ -33,9 +34,9 @@ class Schedule:
 
     def __mul__(self, other: Schedule | float) -> Schedule:
         if isinstance(other, Schedule):
-            return Schedule(lambda time: self(time) * other(time), f"{self!r} * {other!r}")
+            return Schedule(lambda time: self(time) * other(time), f"{self!r} * {other!r}", self, other)
         factor = _number("a schedule's factor", other)
-        return Schedule(lambda time: self(time) * factor, f"{self!r} * {other!r}")
+        return Schedule(lambda time: self(time) * factor, f"{self!r} * {other!r}", self)
 
     __rmul__ = __mul__
 
@@ -44,18 +45,40 @@ class Schedule:
         if not isinstance(steps_per_epoch, int) or isinstance(steps_per_epoch, bool) or steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch must be a whole number of at least 1, got {steps_per_epoch!r}")
         text = f"({self!r})" if " " in self._text.split("(")[0] or " * " in self._text else repr(self)
-        return Schedule(lambda step: self(step / steps_per_epoch), f"{text}.epochs({steps_per_epoch})")
+        return Schedule(lambda step: self(step / steps_per_epoch), f"{text}.epochs({steps_per_epoch})", self)
 
     def then(self, following: Schedule, at: float) -> Schedule:
         """This schedule up to a time, and from there on another one, which begins anew."""
         _number("at", at)
         return Schedule(
-            lambda time: self(time) if time < at else following(time - at), f"{self!r}.then({following!r}, at={at!r})"
+            lambda time: self(time) if time < at else following(time - at),
+            f"{self!r}.then({following!r}, at={at!r})",
+            self,
+            following,
         )
 
     def whole(self) -> Schedule:
         """Rounded to a whole number of at least 1, for update intervals."""
-        return Schedule(lambda time: max(1, round(self(time))), f"{self!r}.whole()")
+        return Schedule(lambda time: max(1, round(self(time))), f"{self!r}.whole()", self)
+
+    def _driven(self) -> list[Driven]:
+        """The parts that wait for their own `step`, each once."""
+        found = [one for part in self._parts for one in part._driven()]
+        return list(dict.fromkeys(found))
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Where its driven parts are, for a checkpoint."""
+        return {"times": [one.time for one in self._driven()]}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        """Goes on from a checkpoint."""
+        parts = self._driven()
+        if not parts:
+            return  # it depends on the step alone
+        if set(state) != {"times"} or len(state["times"]) != len(parts):
+            raise ValueError(f"this is not a state of {self!r}")
+        for one, time in zip(parts, state["times"], strict=True):
+            one.time = time
 
 
 def constant(value: float) -> Schedule:
@@ -103,20 +126,15 @@ class Driven(Schedule):
     """A schedule whose time is the number of calls of `step`, as an epoch loop or a learning-rate scheduler makes."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._time = 0
-        super().__init__(lambda _: schedule(self._time), f"driven({schedule!r})")
+        self.time = 0
+        super().__init__(lambda _: schedule(self.time), f"driven({schedule!r})", schedule)
 
     def step(self) -> None:
         """One unit of time has passed: an epoch, or whatever the loop counts."""
-        self._time += 1
+        self.time += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Where it is, for a checkpoint."""
-        return {"time": self._time}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from a checkpoint."""
-        self._time = state["time"]
+    def _driven(self) -> list[Driven]:
+        return [self, *super()._driven()]
 
 
 def driven(schedule: Schedule) -> Driven:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,10 +13,10 @@ from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.foreach import all_finite, dense, drop_unless, multiply_all
 from natgrad.link import Link
+from natgrad.options import Now
 from natgrad.precondition.buffers import Buffers, Grafting
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
-from natgrad.settings import Now
 from natgrad.trust_region.controller import Controller
 
 
@@ -46,9 +47,31 @@ class Update:
         step: int,
         usable: Tensor | None,
     ) -> tuple[Clip | None, Tensor | None]:
-        """Preconditions. One NaN anywhere, or a step that is not `usable`, means that the batch has no gradient to go
-        by, and all of it is dropped. Returns the clip, and whether the step was finite, on the device.
+        """Preconditions, or raises and changes nothing. One NaN anywhere, or a step that is not `usable`, means that
+        the batch has no gradient to go by, and all of it is dropped. Returns the clip, and whether the step was finite,
+        on the device.
         """
+        if not self._control.exact_gradient:
+            return self._replace(gradients, preconditioner, now, step, usable)
+        # The user's objective is run in the middle of it: what it was before, for the case that it fails.
+        raw = [(gradient, gradient.clone()) for gradient in gradients.values() if gradient is not None]
+        buffers = copy.deepcopy(self.buffers)
+        try:
+            return self._replace(gradients, preconditioner, now, step, usable)
+        except BaseException:
+            self.buffers = buffers
+            for gradient, before in raw:
+                gradient.copy_(before)
+            raise
+
+    def _replace(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        preconditioner: Preconditioner,
+        now: Now,
+        step: int,
+        usable: Tensor | None,
+    ) -> tuple[Clip | None, Tensor | None]:
         solved = {name for member in preconditioner.solved.values() for name in names(member.block)}
         present = dense(gradients)
         others = {name: gradient for name, gradient in present.items() if name not in solved}
@@ -76,6 +99,10 @@ class Update:
         if waiting:
             torch._foreach_zero_(waiting)
         return clip, finite
+
+    def forget(self, changed: Iterable[str]) -> None:
+        """Parameters that are others now have no past."""
+        self.buffers.forget(changed)
 
     def _remember(
         self, present: Mapping[str, Tensor], others: Mapping[str, Tensor], momentum: float, finite: Tensor

@@ -24,6 +24,7 @@ from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
 from natgrad.capture.watch import Inputs
 from natgrad.loss_scale import LossScale
+from natgrad.options import Hyperparameter, choice
 from natgrad.passes import Pass
 from natgrad.per_case import Call, make_call
 from natgrad.remaining import Fallback, Remaining
@@ -35,6 +36,13 @@ FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
 # because it goes on from an earlier pass of the same loss.
 OWN, STEP, CONNECTED = "own", "step", "connected"
+
+
+def checked_accumulation(value: Any) -> Hyperparameter | str | None:
+    """The option `accumulated_loss`: a word, or the number that every loss is divided by."""
+    if value is None or isinstance(value, str):
+        return None if value is None else choice("accumulated_loss", value, ACCUMULATED)
+    return Hyperparameter("accumulated_loss", value, above=0)
 
 
 class Window:
@@ -50,7 +58,7 @@ class Window:
         generator: torch.Generator | None,
         choices: Choices,
         fallback: Fallback,
-        accumulated: str | None,
+        accumulated: Hyperparameter | str | None,
         scale: LossScale,
         warn: Callable[[str, str], None],
     ) -> None:
@@ -309,25 +317,29 @@ class Window:
             current.finish(alone=tasks.count(current.task) == 1)
         return self._fallback.refused == before
 
-    def commit(self, decay: float, usable: Tensor | None = None) -> Tensor:
+    def commit(self, step: int, decay: float, usable: Tensor | None = None) -> Tensor:
         """Moves the running averages of every block that was used, unless the whole step is not `usable`.
 
         Returns how many factors were refused as not finite, on the device.
         """
         used = [o for block in self.registry for o in block.orientations if o.has_pending]
         if self.fisher == "empirical":
-            scale_moments([orientation.row for orientation in used], self._loss_factor())
+            scale_moments([orientation.row for orientation in used], self._loss_factor(step))
         commit_counts(used, decay, self.terms)
         finite = commit(self.registry.factors(), decay, usable)
         self.close()
         return (~finite).sum()
 
-    def _loss_factor(self) -> float | Tensor:
+    def _loss_factor(self, step: int) -> float | Tensor:
         """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that
         each was divided by, less what a scaler multiplied it with.
         """
         own = {current.task for current in self._counted if current.kind == OWN}
-        factor = float(len(own)) if self._accumulated == "mean" and own else 1.0
+        factor = 1.0
+        if own and isinstance(self._accumulated, Hyperparameter):
+            factor = self._accumulated.at(step)
+        elif own and self._accumulated == "mean":
+            factor = float(len(own))
         scaled = self.scale.factor
         return factor if scaled is None else factor / scaled.double()
 

@@ -57,8 +57,9 @@ def test_value_slope_and_fisher_equal_the_dense_ones(predictive: str) -> None:
     objective, found, direction = along(model, closure, predictive)
     delta = flat(list(direction.values()))
     grads = torch.autograd.grad(closure(), list(model.parameters()))
-    torch.testing.assert_close(found.value, closure().detach(), **TIGHT)
-    torch.testing.assert_close(found.slope, flat(list(grads)) @ delta, **TIGHT)
+    value, gradient = objective.gradient(closure, dict(model.named_parameters()))
+    torch.testing.assert_close(value, closure().detach(), **TIGHT)
+    torch.testing.assert_close(flat(list(gradient.values())), flat(list(grads)), **TIGHT)
     dense = exact_fisher(model(x), list(model.parameters()), predictive, 8)
     assert found.fisher is not None
     torch.testing.assert_close(found.fisher, delta @ dense @ delta, **TIGHT)
@@ -187,7 +188,8 @@ def test_it_leaves_no_trace_and_draws_the_same_random_numbers_every_time() -> No
     objective, found, _ = along(model, closure)
     values = [objective.value(closure) for _ in range(3)]
     objective.gauss_newton(closure, found)
-    assert all(torch.equal(value, found.value) for value in values)
+    values.append(objective.gradient(closure, dict(model.named_parameters()))[0])
+    assert all(torch.equal(value, values[0]) for value in values)
     assert all(torch.equal(one, other) for one, other in zip(before.values(), model.state_dict().values(), strict=True))
     assert torch.equal(noise, torch.get_rng_state())
     assert (model.calls, len(model.seen)) == (1, 1)
@@ -245,7 +247,6 @@ def test_a_compiled_model_is_run_eagerly() -> None:
     compiled = torch.compile(model, backend="eager")
     plain = along(model, lambda: functional.cross_entropy(model(x), y))[1]
     found = along(model, lambda: functional.cross_entropy(compiled(x), y))[1]
-    assert torch.equal(found.value, plain.value)
     assert found.fisher is not None
     assert plain.fisher is not None
     assert torch.equal(found.fisher, plain.fisher)
@@ -280,5 +281,5 @@ def test_errors_say_what_to_do() -> None:
             return result
 
     odd = Odd()
-    with pytest.raises(RuntimeError, match="use curvature='factored' with this"):
+    with pytest.raises(RuntimeError, match="an operation without: use TrustRegion"):
         along(odd, lambda: odd(x).sum())

@@ -65,7 +65,7 @@ class KFACCallback(Callback):
         self._module = module
         self._targets = targets
         self._log_metrics = log_metrics
-        self._options = {"accumulated_loss": "mean", **options}
+        self._options = options
         self._state: dict[str, Any] = {}  # of a checkpoint, until the fit begins
         self._called = False
         self._handles: list[RemovableHandle] = []
@@ -74,7 +74,9 @@ class KFACCallback(Callback):
         """The model is on its device and the optimizer restored: K-FAC can begin."""
         optimizer = _only_optimizer(trainer, pl_module)
         module = _watched_module(pl_module, self._module)
-        self.kfac = KFAC(module, **self._options)
+        # Lightning divides every loss by this, in the shorter window at the end of an epoch too.
+        divisor = {"accumulated_loss": lambda step: trainer.accumulate_grad_batches}
+        self.kfac = KFAC(module, **{**divisor, **self._options})
         if self._state:
             self.kfac.load_state_dict(self._state)
             self._state = {}

@@ -84,7 +84,7 @@ class KFACCallback(TrainerCallback):
         loss = _Loss(model, accumulation=args.gradient_accumulation_steps)
         found: dict[str, Any] = {"predictive": _predictive(getattr(model, "config", None))}
         if "accumulated_loss" not in self._options:
-            found["loss_terms"] = loss.terms
+            found |= {"loss_terms": loss.terms, "accumulated_loss": "mean"}
         kfac = self.kfac = KFAC(model, **{**found, **self._options})
 
         def see(_: nn.Module, arguments: Any, inputs: dict[str, Any], output: Any) -> None:
@@ -149,9 +149,14 @@ class _Loss:
         self._accumulation = accumulation
         self._uses_items: bool | None = None  # not known yet
         self._terms: Tensor | float | None = None
+        self._counted = False
 
-    def terms(self, step: int) -> float:
-        """N; waits for the device."""
+    def terms(self, step: int) -> float | None:
+        """N, for which the device is waited; None where K-FAC counts the predictions that the targets call for, and the
+        micro-batches that the Trainer has divided by.
+        """
+        if self._counted:
+            return None
         if self._terms is None:
             raise ValueError(
                 "how many terms is the loss a mean over? This model returns no predictions to count them in: "
@@ -168,6 +173,7 @@ class _Loss:
             return
         self.targets = _targets(inputs, logits, shift=self._shifts)
         own = _own_terms(labels, self.targets, logits)
+        self._counted = items is None and self.targets is not None
         if items is None:
             self._terms = own * self._accumulation
         elif isinstance(labels, Tensor) and labels.is_floating_point():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,24 +39,25 @@ def checked_grafting(grafting: Any) -> Grafting | None:
 
 
 class Buffers:
-    """Running averages of raw gradients, by parameter name. A step that is not finite leaves them as they are."""
+    """Running averages of raw gradients, by parameter name, in at least 32 bits. A step that is not finite leaves them
+    as they are.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, Tensor]] = {"momentum": {}, "first": {}, "second": {}}
-        # How many gradients are in Adam's averages, on the device: one count for all parameters that began together.
+        # How many gradients are in Adam's averages, on the device: one count for parameters with the same past.
         self._counts: dict[str, Tensor] = {}
 
     def average(self, gradients: Mapping[str, Tensor], momentum: float, finite: Tensor) -> None:
         """m ← μ m + ∇, in place of each gradient, which is zero where the step is not `finite`."""
-        own = list(gradients.values())
         sums = self._own("momentum", gradients)
         multiply_all(sums, _unless_finite(finite, momentum))
-        torch._foreach_add_(sums, own)
-        torch._foreach_copy_(own, sums)
+        torch._foreach_add_(sums, _wide(gradients.values()))
+        torch._foreach_copy_(list(gradients.values()), sums)
 
     def adam(self, gradients: Mapping[str, Tensor], grafting: Grafting, finite: Tensor) -> dict[str, Tensor]:
         """Adam's update of each parameter, for a learning rate of 1."""
-        own = list(gradients.values())
+        own = _wide(gradients.values())
         first, second = self._own("first", gradients), self._own("second", gradients)
         beta, gamma = grafting.betas
         multiply_all(first, _unless_finite(finite, beta))
@@ -64,7 +65,7 @@ class Buffers:
         multiply_all(second, _unless_finite(finite, gamma))
         torch._foreach_addcmul_(second, own, own, value=1 - gamma)
         roots, updates = ([tensor.clone() for tensor in some] for some in (second, first))
-        for count, numbers in self._cohorts(gradients, finite).items():
+        for count, numbers in self._cohorts(gradients, finite):
             count += finite
             # Before the first finite step both averages are zero, and 0 / 0 would be NaN.
             steps = count.clamp(min=1)
@@ -75,20 +76,34 @@ class Buffers:
         torch._foreach_div_(updates, roots)
         return dict(zip(gradients, updates, strict=True))
 
-    def _cohorts(self, gradients: Mapping[str, Tensor], finite: Tensor) -> dict[Tensor, list[int]]:
-        """The places of the gradients that began together, by their common count."""
+    def _cohorts(self, gradients: Mapping[str, Tensor], finite: Tensor) -> list[tuple[Tensor, list[int]]]:
+        """The places of gradients with the same past, and their common count; who has no gradient now stays behind."""
         started = torch.zeros((), dtype=torch.float64, device=finite.device)
-        cohorts: dict[Tensor, list[int]] = {}
-        for number, name in enumerate(gradients):
-            cohorts.setdefault(self._counts.setdefault(name, started), []).append(number)
+        places: dict[int, list[int]] = {}
+        names = list(gradients)
+        for number, name in enumerate(names):
+            places.setdefault(id(self._counts.setdefault(name, started)), []).append(number)
+        cohorts = []
+        for numbers in places.values():
+            count = self._counts[names[numbers[0]]]
+            if sum(other is count for other in self._counts.values()) > len(numbers):
+                count = count.clone()
+                self._counts |= {names[number]: count for number in numbers}
+            cohorts.append((count, numbers))
         return cohorts
 
     def _own(self, kind: str, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         kept = self._kept[kind]
         for name, gradient in gradients.items():
-            if name not in kept or kept[name].shape != gradient.shape:
-                kept[name] = torch.zeros_like(gradient)
+            if name not in kept:
+                kept[name] = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         return [kept[name] for name in gradients]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Parameters that are others now have no past."""
+        for name in names:
+            for kept in (*self._kept.values(), self._counts):
+                kept.pop(name, None)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """For a checkpoint; waits for the device where there are counts."""
@@ -114,6 +129,10 @@ class Buffers:
             fresh = torch.tensor(float(count), dtype=torch.float64, device=parameters[name].device)
             loaded._counts[name] = cohorts.setdefault(count, fresh)
         return loaded
+
+
+def _wide(gradients: Iterable[Tensor]) -> list[Tensor]:
+    return [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
 
 
 def _unless_finite(finite: Tensor, factor: float) -> Tensor:

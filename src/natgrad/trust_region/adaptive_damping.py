@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from natgrad.options import Hyperparameter, choice, fraction, whole_number
-from natgrad.trust_region.region import CURVATURES
+from natgrad.options import Hyperparameter, fraction, whole_number
 
 # Martens & Grosse 2015, section 6.5: below the first the model promised too much, above the second it can be trusted.
 TOO_LOW, GOOD = 0.25, 0.75
@@ -15,8 +14,9 @@ class AdaptiveDamping:
     """Damping λ that adapts (Levenberg-Marquardt, after Martens & Grosse 2015, section 6.5): pass it as ``damping=``.
 
     Every so many steps the change of the loss on the step's own batch is compared with what the quadratic model
-    ``∇ᵀδ + ½ δᵀCδ`` predicts for the step δ that the optimizer has taken. ρ is their ratio: λ shrinks where ρ > ¾ and
-    grows where ρ < ¼. A comparison changes λ alone, never the weights. It needs the loss again::
+    ``∇ᵀδ + ½ δᵀCδ`` predicts for the step δ that the optimizer has taken, with C the Gauss-Newton matrix of the loss. ρ
+    is their ratio: λ shrinks where ρ > ¾ and grows where ρ < ¼. A comparison changes λ alone, never the weights. It
+    needs the loss again::
 
         kfac.objective = lambda: loss_of(model(x), y)  # before every optimizer.step()
 
@@ -26,8 +26,8 @@ class AdaptiveDamping:
         rate: λ changes by this factor per step between comparisons: by ``rate ** every`` at each.
         low: lower bound of λ.
         high: upper bound of λ.
-        curvature: C is the ``"exact"`` Gauss-Newton matrix of the objective, by one forward-mode pass, or the
-            ``"factored"`` F̂, which needs no such pass and trusts what the blocks say of themselves.
+
+    λ of the next step is ``kfac.damping``; every KFAC has its own.
     """
 
     def __init__(
@@ -38,28 +38,36 @@ class AdaptiveDamping:
         rate: float = 0.95,
         low: float = 1e-8,
         high: float = 1e4,
-        curvature: str = "exact",
     ) -> None:
         bounds = [Hyperparameter(name, value, above=0).at(0) for name, value in (("low", low), ("high", high))]
         self.low, self.high = bounds
-        self.value = Hyperparameter("start", start, above=0).at(0)
+        self.start = Hyperparameter("start", start, above=0).at(0)
         whole_number("every", every)
         fraction("rate", rate)
         self.every, self.rate = every, rate
-        self.curvature = choice("curvature", curvature, CURVATURES)
         if rate == 1:
             raise ValueError("rate must be below 1: λ would never change")
-        if not self.low <= self.value <= self.high:
+        if not self.low <= self.start <= self.high:
             raise ValueError(f"start must be between low and high, {self.low:g} and {self.high:g}; got {start!r}")
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.value = self.start
         self.ratio: float | None = None  # ρ of the last comparison
         self._compared_at: int | None = None
+
+    def fresh(self) -> AdaptiveDamping:
+        """The same, at its beginning."""
+        return AdaptiveDamping(self.start, every=self.every, rate=self.rate, low=self.low, high=self.high)
 
     def __call__(self, step: int) -> float:
         """λ, whatever the step."""
         return self.value
 
     def __repr__(self) -> str:
-        return f"AdaptiveDamping({self.value:g}, every={self.every}, rate={self.rate}, curvature={self.curvature!r})"
+        bounds = f"low={self.low:g}, high={self.high:g}"
+        return f"AdaptiveDamping({self.start:g}, every={self.every}, rate={self.rate}, {bounds})"
 
     def due(self, step: int) -> bool:
         """Whether the step is to be compared with its prediction."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.foreach import dense
+from natgrad.options import Now
 from natgrad.precondition.clip import Clip, clip
-from natgrad.settings import Now
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
-from natgrad.trust_region.objective import Along, Closure, Objective
+from natgrad.trust_region.objective import Closure, Objective
 from natgrad.trust_region.region import TrustRegion
 from natgrad.trust_region.taken import Taken
 
@@ -22,15 +21,13 @@ _ROUNDINGS = 8  # losses closer than this many units of rounding cannot be told 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step under way: its number, the numbers that hold for it, and what a comparison needs."""
+    """A step under way: its number, the numbers that hold for it, and where it is to be compared, the objective's value
+    and gradient before it.
+    """
 
     step: int
-    cap: float | None
-    damping: float
-    l2: float
-    compare: bool
-    value: Tensor | None = None
-    gradients: Mapping[str, Tensor] | None = None
+    now: Now
+    before: tuple[Tensor, dict[str, Tensor]] | None
 
 
 class Controller:
@@ -57,12 +54,17 @@ class Controller:
     @property
     def cap(self) -> float | None:
         """The cap of the step under way."""
-        return None if self._pending is None else self._pending.cap
+        return None if self._pending is None else self._pending.now.cap
 
     @property
     def ratio(self) -> float | None:
         """ρ of the last comparison."""
         return None if self._damping is None else self._damping.ratio
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the damping follows comparisons."""
+        return self._damping is not None
 
     @property
     def needs_optimizer(self) -> bool:
@@ -91,25 +93,15 @@ class Controller:
         if self.closure is not None and not callable(self.closure):
             raise TypeError(f"kfac.objective must be a function without arguments, got {self.closure!r}")
 
-    def begin(
-        self,
-        step: int,
-        now: Now,
-        parameters: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor | None],
-    ) -> None:
+    def begin(self, step: int, now: Now, parameters: Mapping[str, Tensor]) -> None:
         """Before the gradients are preconditioned: notes what the step will be measured against."""
         self._pending = None
         compare = self._damping is not None and self._damping.due(step)
-        if not compare and not self.cuts_steps:
-            return
-        self._taken.begin(parameters)
-        if compare and self._damping is not None and self._damping.curvature == "factored":
-            value = self._objective.value(self._closure)
-            kept = {name: gradient.clone() for name, gradient in dense(gradients).items()}
-            self._pending = _Pending(step, now.cap, now.total_damping, now.l2, compare, value, kept)
-        else:
-            self._pending = _Pending(step, now.cap, now.total_damping, now.l2, compare)
+        if compare or self.cuts_steps:
+            # Not the gradients of the loop, which may be clipped, or of other random numbers.
+            before = self._objective.gradient(self._closure, parameters) if compare else None
+            self._taken.begin(parameters)
+            self._pending = _Pending(step, now, before)
 
     def clip_gradient(
         self,
@@ -131,50 +123,47 @@ class Controller:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        clipped = along = None
+        clipped = self._cut(pending.now, parameters, factored) if self.cuts_steps else None
+        if pending.before is not None:
+            self._compare(pending.step, pending.now.l2, *pending.before, self._taken.difference(parameters))
+        return clipped
+
+    def _cut(self, now: Now, parameters: Mapping[str, Tensor], factored: Quadratic) -> Clip:
         direction = self._taken.difference(parameters)
-        if self.cuts_steps:
+        try:
             if self.region is not None and self.region.curvature == "exact":
-                along = self._objective.along(self._closure, self._taken.before, direction, fisher=True)
-                length = along.fisher
+                length = self._objective.along(self._closure, self._taken.before, direction, fisher=True).fisher
+                assert length is not None, "asked for"
             else:
-                length = factored(direction, pending.damping)
-            assert length is not None, "asked for"
-            clipped = clip(length, pending.cap)
-            direction = self._taken.scale(parameters, clipped.factor, clipped.finite)
-        if pending.compare:
-            self._compare(pending, factored, direction, along, 1.0 if clipped is None else float(clipped.factor))
+                length = factored(direction, now.total_damping)
+        except BaseException:
+            self._taken.undo(parameters)  # a step that could not be measured is not taken
+            raise
+        clipped = clip(length, now.cap)
+        self._taken.scale(parameters, clipped.factor, clipped.finite)
         return clipped
 
     def _compare(
         self,
-        pending: _Pending,
-        factored: Quadratic,
+        step: int,
+        l2: float,
+        value: Tensor,
+        gradient: Mapping[str, Tensor],
         direction: Mapping[str, Tensor],
-        along: Along | None,
-        factor: float,
     ) -> None:
-        """`along`, where it is given, belongs to a step 1 / `factor` times as long."""
         assert self._damping is not None, "only adaptive damping compares"
-        if pending.value is not None and pending.gradients is not None:
-            value, curvature = pending.value, factored(direction, 0.0)
-            slope = _product(pending.gradients, direction)
-        else:
-            if along is None:
-                along, factor = self._objective.along(self._closure, self._taken.before, direction, fisher=False), 1.0
-            value, slope = along.value, along.slope * factor
-            curvature = self._objective.gauss_newton(self._closure, along) * factor**2
-        curvature = curvature + pending.l2 * _product(direction, direction)
+        along = self._objective.along(self._closure, self._taken.before, direction, fisher=False)
+        curvature = self._objective.gauss_newton(self._closure, along) + l2 * _product(direction, direction)
+        predicted = _product(gradient, direction) + 0.5 * curvature
         after = self._objective.value(self._closure)
         # One copy to the host for all.
-        numbers = torch.stack([value, after, slope + 0.5 * curvature]).tolist()
-        precision = max(torch.finfo(part.dtype).eps for part in direction.values())
+        numbers = torch.stack([value.double(), after.double(), predicted]).tolist()
         self._damping.compare(
-            pending.step,
+            step,
             before=numbers[0],
             after=numbers[1],
             predicted=numbers[2],
-            resolution=_ROUNDINGS * precision * abs(numbers[0]),
+            resolution=_ROUNDINGS * torch.finfo(value.dtype).eps * abs(numbers[0]),
         )
 
     @property
@@ -185,4 +174,5 @@ class Controller:
 
 def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
     parts = [(one[name] * other[name]).sum(dtype=torch.float64) for name in one if name in other]
+    assert parts, "a loss that depends on no parameter has no backward"
     return torch.stack(parts).sum()

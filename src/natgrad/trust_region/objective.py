@@ -1,14 +1,14 @@
-"""The user's objective once more: its value, its slope and its curvature along a direction, without a trace.
+"""The user's objective once more: its value, its gradient, and the curvature along a direction, without a trace.
 
-One pass in forward mode, with the parameters' positions and a direction δ as dual numbers, gives the loss, its slope
-∇ᵀδ and the derivative t = Jδ of the model's outputs. From t follow δᵀFδ = Σ tᵀHt / N with H the Fisher of the
-predictive distribution, and the Gauss-Newton curvature of the objective itself, its second derivative along t.
+One pass in forward mode, with the parameters' positions and a direction δ as dual numbers, gives the derivative t = Jδ
+of the model's outputs. From t follow δᵀFδ = Σ tᵀHt / N with H the Fisher of the predictive distribution, and the
+Gauss-Newton curvature of the objective itself, its second derivative along t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,45 +31,63 @@ Closure = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Along:
-    """An objective along a direction δ: its value, ∇ᵀδ, and the model's outputs with their derivatives (as trees)."""
+    """A model along a direction δ: its outputs and their derivatives, as trees, call by call; δᵀFδ where asked for."""
 
-    value: Tensor
-    slope: Tensor
     calls: list[tuple[Any, Any]]
     fisher: Tensor | None
 
 
 class Objective:
-    """Evaluates a closure that calls `model` and returns the loss of the present batch."""
+    """Evaluates a closure that calls `model` and returns the loss of the present batch. While it does so, `quiet` keeps
+    others from looking at the model's calls.
+    """
 
-    def __init__(self, model: nn.Module, predictive: Predictive, targets: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        predictive: Predictive,
+        targets: Callable[[], Any],
+        quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._model = model
         self._predictive = predictive
         self._targets = targets
+        self._quiet = quiet
         self._unfused = Unfused(model, always=True)
         self._eager = ForceEager()
 
     def value(self, closure: Closure) -> Tensor:
-        """The loss as the parameters are now."""
+        """The loss as the parameters are now, in its own precision."""
         with self._aside():
-            return _one_number(self._call(closure, {})).double()
+            held = {clean_name(name): p.detach() for name, p in self._model.named_parameters()}
+            return _one_number(self._call(closure, held)).detach()
+
+    def gradient(self, closure: Closure, parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its gradient, as the parameters are now."""
+        with self._aside():
+            loss = _one_number(self._call(closure, {}))
+            moving = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            grads = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+        found = {name: grad for name, grad in zip(moving, grads, strict=True) if grad is not None}
+        return loss.detach(), {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
 
     def along(
         self, closure: Closure, positions: Mapping[str, Tensor], direction: Mapping[str, Tensor], *, fisher: bool
     ) -> Along:
-        """The objective at some positions of the parameters, along a direction; δᵀFδ where asked for."""
+        """The model at some positions of the parameters, along a direction; δᵀFδ where asked for."""
         calls: list[tuple[Any, Any]] = []
         quadratic: list[Tensor] = []
         terms: list[float] = []
 
         def see(module: nn.Module, arguments: Any, output: Any) -> None:
+            # Copies: what the closure or other hooks do to the output in place is done again in a replay.
             calls.append((pytree.tree_map(_primal, output), pytree.tree_map(_tangent, output)))
             if fisher:
                 made = predicted(self._predictive, output, outputs.prediction(output), self._targets())
                 quadratic.append(made.quadratic())
                 terms.append(made.terms)
 
-        handle = self._model.register_forward_hook(see)
+        handle = self._model.register_forward_hook(see, prepend=True)
         try:
             with self._aside(), forward_ad.dual_level(), _differentiable():
                 duals = {
@@ -77,13 +95,12 @@ class Objective:
                     for name, position in positions.items()
                     if name in direction
                 }
-                loss = _one_number(self._call(closure, duals))
-                value, slope = forward_ad.unpack_dual(loss)
-                slope = torch.zeros_like(value) if slope is None else slope
+                _one_number(self._call(closure, duals))
         except NotImplementedError as error:
             raise RuntimeError(
-                "curvature='exact' needs forward-mode derivatives of all that the model does; use "
-                f"curvature='factored' with this one: {str(error).splitlines()[0]}"
+                "the exact curvature needs forward-mode derivatives of all that the model does, and this one has an "
+                "operation without: use TrustRegion(curvature='factored') and a schedule instead of AdaptiveDamping. "
+                f"{str(error).splitlines()[0]}"
             ) from error
         finally:
             handle.remove()
@@ -94,30 +111,32 @@ class Objective:
             )
         if all(tangent is None for _, derivatives in calls for tangent in pytree.tree_leaves(derivatives)):
             raise RuntimeError(
-                "curvature='exact' finds no tensor that depends on the parameters in the model's output: it looks into "
-                "tuples, lists and dicts; use curvature='factored' with this model"
+                "the exact curvature finds no tensor that depends on the parameters in the model's output: it looks "
+                "into tuples, lists and dicts; use TrustRegion(curvature='factored') with this model"
             )
-        length = torch.stack(quadratic).sum() / sum(terms) if fisher else None
-        return Along(value.double(), slope.double(), calls, length)
+        return Along(calls, torch.stack(quadratic).sum() / sum(terms) if fisher else None)
 
     def gauss_newton(self, closure: Closure, along: Along) -> Tensor:
         """δᵀCδ for the Gauss-Newton matrix C of the objective: its second derivative along the outputs' derivatives."""
-        shift = torch.zeros((), dtype=torch.float64, device=along.value.device, requires_grad=True)
+        some = next(t for _, tree in along.calls for t in pytree.tree_leaves(tree) if t is not None)
+        shift = torch.zeros((), dtype=torch.float64, device=some.device, requires_grad=True)
         remaining = iter(along.calls)
 
         def replay(*_: Any, **__: Any) -> Any:
-            values, derivatives = next(remaining)
-            return pytree.tree_map(lambda value, derivative: _shifted(value, derivative, shift), values, derivatives)
+            found = next(remaining, None)
+            if found is None:
+                raise RuntimeError("kfac.objective calls the model more often the second time: it must repeat itself")
+            return pytree.tree_map(lambda value, derivative: _shifted(value, derivative, shift), *found)
 
-        with self._aside(), torch.enable_grad():
+        with self._aside():
             self._model.forward = replay  # `leaving_no_trace` puts it back
             loss = _one_number(closure())
-            if not loss.requires_grad:
-                return torch.zeros_like(along.value)
-            (first,) = torch.autograd.grad(loss, shift, create_graph=True)
-            if not first.requires_grad:
-                return torch.zeros_like(along.value)
-            return torch.autograd.grad(first, shift)[0]
+            for _ in range(2):
+                if not loss.requires_grad:
+                    return torch.zeros_like(shift).detach()
+                (derivative,) = torch.autograd.grad(loss, shift, create_graph=True, allow_unused=True)
+                loss = torch.zeros_like(shift).detach() if derivative is None else derivative
+            return loss.detach()
 
     def _call(self, closure: Closure, parameters: Mapping[str, Tensor]) -> Any:
         around = _Around(self._model, closure)
@@ -130,8 +149,9 @@ class Objective:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(self._quiet())
             stack.enter_context(leaving_no_trace(self._model))
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.enable_grad())  # objectives may differentiate; what is held still has no graph
             self._eager.acquire()
             stack.callback(self._eager.release)
             self._unfused.arm()
@@ -172,11 +192,12 @@ def _one_number(loss: Any) -> Tensor:
 
 
 def _primal(leaf: Any) -> Any:
-    return forward_ad.unpack_dual(leaf).primal if isinstance(leaf, Tensor) else leaf
+    return forward_ad.unpack_dual(leaf).primal.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _tangent(leaf: Any) -> Any:
-    return forward_ad.unpack_dual(leaf).tangent if isinstance(leaf, Tensor) else None
+    tangent = forward_ad.unpack_dual(leaf).tangent if isinstance(leaf, Tensor) else None
+    return None if tangent is None else tangent.detach().clone()
 
 
 def _shifted(value: Any, derivative: Tensor | None, shift: Tensor) -> Any:

@@ -27,6 +27,12 @@ class Taken:
         elif kept:
             torch._foreach_copy_(list(kept.values()), [parameters[name].detach() for name in kept])
 
+    @torch.no_grad()
+    def undo(self, parameters: Mapping[str, Tensor]) -> None:
+        """Puts the parameters back."""
+        if self._before:
+            torch._foreach_copy_([parameters[name].detach() for name in self._before], list(self._before.values()))
+
     @property
     def before(self) -> dict[str, Tensor]:
         """Where the parameters were."""
@@ -39,13 +45,11 @@ class Taken:
         return dict(zip(self._before, torch._foreach_sub(now, list(self._before.values())), strict=True))
 
     @torch.no_grad()
-    def scale(self, parameters: Mapping[str, Tensor], factor: Tensor, finite: Tensor) -> dict[str, Tensor]:
-        """Makes the step shorter by a factor; none at all where it is not finite. Returns the step that is left."""
-        step = self.difference(parameters)
-        parts = list(step.values())
+    def scale(self, parameters: Mapping[str, Tensor], factor: Tensor, finite: Tensor) -> None:
+        """Makes the step shorter by a factor; none at all where it is not finite."""
+        parts = list(self.difference(parameters).values())
         drop_unless(finite, parts)
         multiply_all(parts, factor)
         shorter = torch._foreach_add(list(self._before.values()), parts)
         # Exactly as the optimizer left them where nothing is cut: before + (after − before) would round.
         overwrite_if((factor < 1) | ~finite, [parameters[name].detach() for name in self._before], shorter)
-        return step
