@@ -64,7 +64,7 @@ class CallsItself(pl.LightningModule):
         return cross_entropy(self(x), y)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5, **self.sgd)
+        return torch.optim.SGD(self.parameters(), **{"lr": 0.3, "momentum": 0.5, **self.sgd})
 
 
 class CallsNet(CallsItself):
@@ -143,6 +143,20 @@ def test_accumulated_losses_are_divided_by_lightning():
     model = CallsItself()
     fit(model, KFACCallback(**OPTIONS), accumulate_grad_batches=2)
     assert_equal(model.net, plain_loop(accumulate=2))
+
+
+def test_the_shorter_window_at_the_end_of_an_epoch():
+    """Of one batch, and divided by 7 like all others: the Fisher is that of its cases. (8 batches are 7 and 1.)"""
+    options = {"kl_clip": None, "factor_update_steps": 1, "factor_decay": 0.0, "damping": 1e-2}
+    callback = KFACCallback(**options)
+    fit(CallsItself(lr=0.0), callback, accumulate_grad_batches=7)
+    assert callback.kfac.steps == 2
+    net = network()
+    kfac = natgrad.KFAC(net, **options)
+    cross_entropy(net(list(batches())[-1][0]), list(batches())[-1][1]).backward()
+    kfac.step()
+    for ours, theirs in zip(callback.kfac.blocks, kfac.blocks, strict=True):
+        torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=1e-10, atol=1e-14)
 
 
 def test_accumulation_has_the_fisher_of_the_whole_batch():

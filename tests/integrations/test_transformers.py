@@ -252,6 +252,20 @@ def test_models_whose_loss_the_trainer_divides(tmp_path, accumulation):
     assert_equal(model, other)
 
 
+def test_the_shorter_window_at_the_end_of_an_epoch(tmp_path):
+    """The Trainer divides it by its own length: every window of equal batches has the same Fisher."""
+    row = {**sentences()[0], "labels": sentences()[0]["input_ids"].flip(0)}
+    options = {"factor_update_steps": 1, "inv_update_steps": 1, "factor_decay": 0.0, "kl_clip": None, "damping": 1e6}
+    traces = []
+    for batches in (4, 5):
+        callback = KFACCallback(**options)
+        arguments = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 4}
+        train(OwnLoss(), tmp_path, callback, data=[row] * (batches * BATCH), **arguments)
+        assert callback.kfac.steps == (1 if batches == 4 else 2)
+        traces.append(float(callback.kfac.blocks[-1].to_dense().trace()))
+    assert traces[0] == pytest.approx(traces[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}])
 def test_losses_that_average_over_elements(tmp_path, options):
     """`nn.MSELoss` and `nn.BCEWithLogitsLoss`: N is the number of elements; the predictive is not categorical."""

@@ -8,9 +8,10 @@ feature map (Ba et al. 2017, section 4), or none where the parameter is a vector
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from natgrad.blocks.factor import Factor, Rows, add_counts
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout, positions
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,9 @@ class Estimate:
 
     def times(self, matrices: Tensor) -> Tensor:
         """The blocks times (stack, rows, columns)."""
-        product = _acting(self.sides[0], matrices.mT).mT
-        # Each column side in turn acts on the last axis, which then makes room for the one before it.
-        for side in reversed(self.sides[1:]):
-            size = side.shape[-1]
-            acted = _acting(side, product.reshape(product.shape[0], -1, size))
-            product = acted.reshape(*product.shape[:2], -1, size).mT.reshape(product.shape)
+        product = over_columns(
+            _acting(self.sides[0], matrices.mT).mT, self.sides[1:], [side.shape[-1] for side in self.sides[1:]], _acting
+        )
         return product * self.scale[:, None, None]
 
 
@@ -226,6 +226,19 @@ def combine_orientations(estimates: Sequence[Estimate]) -> Estimate:
     total = torch.stack(traces).sum(0)
     shares = [torch.where(total > 0, trace / total, 1.0 / len(traces)) for trace in traces]
     return Estimate((_weighted_sum(rows, shares), _weighted_sum(columns, shares)), total)
+
+
+def over_columns(
+    matrix: Tensor, sides: Sequence[S], sizes: Sequence[int], act: Callable[[S, Tensor], Tensor]
+) -> Tensor:
+    """The Kronecker product of column sides acting on (K, rows, c₁·c₂…); `act` lets one act on a last axis."""
+    if len(sides) == 1:
+        return act(sides[0], matrix)
+    # Each side in turn acts on the last axis, which then makes room for the one before it.
+    for side, size in zip(reversed(sides), reversed(sizes), strict=True):
+        acted = act(side, matrix.reshape(matrix.shape[0], -1, size))
+        matrix = acted.reshape(*matrix.shape[:2], -1, size).mT.reshape(matrix.shape)
+    return matrix
 
 
 def _acting(side: Tensor, matrices: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.kronecker import KroneckerBlock, over_columns
 from natgrad.precondition.buffers import same_norms
 from natgrad.solve.damping import divisor
 from natgrad.solve.solver import Side
@@ -125,17 +125,10 @@ class Stack:
 
     def _after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
         """The column sides' Kronecker product from the right."""
-        if len(self._columns) < 2:
-            for side in self._columns:
-                matrix = side.after(matrix, transpose=transpose, inverse=inverse)
-            return matrix
-        # (K, rows, c₁·c₂): each side in turn acts on the last axis and makes room for the one before it.
         sizes = [side.size for side in self._columns]
-        for side, size in zip(reversed(self._columns), reversed(sizes), strict=True):
-            rolled = side.after(matrix.reshape(matrix.shape[0], -1, size), transpose=transpose, inverse=inverse)
-            rolled = rolled.reshape(matrix.shape[0], matrix.shape[1], -1, size)
-            matrix = rolled.mT.reshape(matrix.shape)
-        return matrix
+        return over_columns(
+            matrix, self._columns, sizes, lambda side, part: side.after(part, transpose=transpose, inverse=inverse)
+        )
 
     def ratio_of_norms(self, direction: Tensor, norms: Mapping[str, Tensor]) -> Tensor:
         """(K,): what makes each member's direction as long as its part of `norms`."""

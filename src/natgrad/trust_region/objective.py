@@ -125,12 +125,19 @@ class Objective:
         def replay(*_: Any, **__: Any) -> Any:
             found = next(remaining, None)
             if found is None:
-                raise RuntimeError("kfac.objective calls the model more often the second time: it must repeat itself")
+                raise RuntimeError("The model is called more often the second time.")
             return pytree.tree_map(lambda value, derivative: _shifted(value, derivative, shift), *found)
 
         with self._aside():
             self._model.forward = replay  # `leaving_no_trace` puts it back
-            loss = _one_number(closure())
+            try:
+                loss = _one_number(closure())
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "AdaptiveDamping looks at the loss as a function of the model's outputs, and kfac.objective does "
+                    "not compute it from outputs alone (does it differentiate the model, or call it differently every "
+                    f"time?): use a schedule for damping. {error}"
+                ) from error
             for _ in range(2):
                 if not loss.requires_grad:
                     return torch.zeros_like(shift).detach()
