@@ -1,6 +1,6 @@
 """K-FAC with Accelerate: attach it to the optimizer inside Accelerate's, and say that losses are accumulated.
 
-pip install "natgrad[integrations]" scikit-learn
+pip install -e ".[cli,integrations]"
 python examples/accelerate_digits.py
 """
 

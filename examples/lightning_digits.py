@@ -1,6 +1,6 @@
 """K-FAC under the Lightning Trainer: one callback.
 
-pip install "natgrad[integrations]" scikit-learn
+pip install -e ".[cli,integrations]"
 python examples/lightning_digits.py
 """
 

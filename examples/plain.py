@@ -1,5 +1,6 @@
 """K-FAC in a training loop of your own: two lines more than without it.
 
+pip install -e ".[cli]"
 python examples/plain.py
 """
 

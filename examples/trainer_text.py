@@ -1,6 +1,6 @@
 """K-FAC under the Trainer of transformers: one callback. A tiny GPT-2 learns to spell a few proverbs.
 
-pip install "natgrad[integrations]"
+pip install -e ".[cli,integrations]"
 python examples/trainer_text.py
 """
 

@@ -448,3 +448,10 @@ def test_only_the_learning_rate_is_an_option_of_both(name: str) -> None:
     assert base is CLASSES[name][1]
     both = inspect.signature(base).parameters.keys() & inspect.signature(KFAC).parameters.keys()
     assert both == {"lr"}
+
+
+def test_the_learning_rate_may_come_second() -> None:
+    model = network()
+    assert KFACSGD(model, 0.3).param_groups[0]["lr"] == 0.3
+    with pytest.raises(TypeError, match="lr is a number"):
+        KFACSGD(model, lr=lambda step: 0.1)

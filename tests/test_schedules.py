@@ -37,7 +37,11 @@ def test_values(schedule: schedules.Schedule, values: dict[int, float]) -> None:
 def test_schedules_print_themselves() -> None:
     both = schedules.steps(1e-3, factor=0.5, at=[40, 80]) * schedules.warmup(5)
     assert repr(both.epochs(391)) == "(steps(0.001, factor=0.5, at=[40, 80]) * warmup(5, start=0.1)).epochs(391)"
-    for schedule in (both, both.epochs(3), schedules.cosine(1.0, over=3).then(schedules.constant(2), at=4).whole()):
+    for schedule in (
+        both,
+        both.epochs(3),
+        schedules.cosine(1.0, over=3, end=0.1).then(schedules.constant(2), at=4).whole(),
+    ):
         again = eval(repr(schedule), vars(schedules))  # what is printed makes it
         assert [again(step) for step in range(300)] == [schedule(step) for step in range(300)]
 
@@ -47,7 +51,7 @@ def test_schedules_print_themselves() -> None:
     [
         (lambda: schedules.constant("1"), "value must be a finite number, got '1'"),
         (lambda: schedules.exponential(1, factor=0.5, every=0), "every must be a finite number above 0, got 0"),
-        (lambda: schedules.cosine(1, over=-1), "over must be a finite number above 0"),
+        (lambda: schedules.cosine(1, over=-1, end=0.1), "over must be a finite number above 0"),
         (lambda: schedules.constant(1).epochs(0), "steps_per_epoch must be a whole number"),
         (lambda: schedules.constant(1) * "2", "factor must be a finite number"),
         (lambda: schedules.steps(1, factor=math.nan, at=[1]), "factor must be a finite number"),

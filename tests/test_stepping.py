@@ -473,3 +473,80 @@ def test_a_schedule_that_goes_wrong_is_told_before_anything_changes(option: str)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), raw, strict=True))
     assert torch.equal(weights(model), before)
     assert (kfac.steps, float(kfac.blocks[0].straight.row.weight)) == (fails_at, seen)
+
+
+# What a newcomer does
+
+
+def test_a_batch_that_the_model_is_sure_of_is_still_bounded() -> None:
+    """Its own Fisher is next to nothing; the running factors and the damping are not."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    region = TrustRegion(1e-2, curvature="exact")
+    kfac = KFAC(model, kl_clip=region, raw_momentum=0.9, damping=1e-2).attach(optimizer)
+    train(model, optimizer, kfac, 3)
+    with torch.no_grad():
+        model[2].bias[0] += 50.0
+    x, _ = batch()
+    optimizer.zero_grad()
+    kfac.objective = lambda: functional.cross_entropy(model(x), torch.zeros(16, dtype=torch.long))
+    kfac.objective().backward()
+    before = weights(model)
+    optimizer.step()
+    step = weights(model) - before
+    assert 1e-2 * float(step @ step) <= 1e-2 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("backward", ["zero_grad and backward", "backward"])
+def test_an_objective_that_is_a_training_closure_is_refused_and_leaves_the_gradients(backward: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, damping=AdaptiveDamping(every=1)).attach(optimizer)
+    loss_of(model).backward()
+    raw = [p.grad.clone() for p in model.parameters()]
+
+    def closure() -> Tensor:
+        if "zero" in backward:
+            optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    kfac.objective = closure
+    with pytest.raises(RuntimeError, match=r"must not call backward\(\)"):
+        optimizer.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), raw, strict=True))
+    assert kfac.steps == 0
+
+
+def test_messages_say_what_was_meant() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, damping=AdaptiveDamping(every=1)).attach(optimizer)
+    loss_of(model).backward()
+    kfac.objective = lambda x: x  # type: ignore[assignment, misc]
+    with pytest.raises(TypeError, match="a function without arguments: missing a required argument: 'x'"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"damping got the class AdaptiveDamping: call it"):
+        KFAC(model, damping=AdaptiveDamping)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kl_clip got the class TrustRegion: call it"):
+        KFAC(model, kl_clip=TrustRegion)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a natgrad.TrustRegion, or None for no clip; got 'step'"):
+        KFAC(model, kl_clip="step")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"at must be a list of times, such as \[40, 80\], got 40"):
+        schedules.steps(1.0, factor=0.5, at=40)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="driven takes a schedule"):
+        schedules.driven(3)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        kfac.damping = 1.0  # type: ignore[misc]
+    assert kfac.metrics()["reduction_ratio"] is None
+
+
+def test_an_attached_average_is_not_updated_twice() -> None:
+    model = net()
+    average = PolyakAverage(model).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="twice would be once too often"):
+        average.update()
+    average.detach()
+    average.update()
+    assert average.updates == 1

@@ -21,7 +21,7 @@ Vocabulary
     stack       several equal matrices handled as one: groups of a convolution, layers of one shape
 """
 
-from natgrad import optim, schedules
+from natgrad import models, optim, schedules
 from natgrad.averaging import PolyakAverage
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
@@ -42,6 +42,7 @@ __all__ = [
     "PolyakAverage",
     "TrustRegion",
     "__version__",
+    "models",
     "optim",
     "schedules",
 ]

@@ -78,7 +78,7 @@ class PolyakAverage:
 
         def hook(stepped: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not is_inner_step(stepped) and not creates_state(stepped):
-                self.update()
+                self._take()
 
         # A compiled optimizer.step() runs this eagerly.
         self._hook = optimizer.register_step_post_hook(torch.compiler.disable(hook))
@@ -90,9 +90,16 @@ class PolyakAverage:
             self._hook.remove()
             self._hook = None
 
-    @torch.no_grad()
     def update(self) -> None:
         """Takes the present weights into the average, for loops that do not `attach`. Nothing waits for the device."""
+        if self._hook is not None:
+            raise RuntimeError(
+                "this average is attached: optimizer.step() updates it already, and twice would be once too often"
+            )
+        self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
         self._refuse_while_applied("update()")
         live = self._matching()
         if self._updates == 0:

@@ -551,11 +551,11 @@ class KFAC:
         ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not finite).
         """
         numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
-        return numbers if self._control.ratio is None else {**numbers, "reduction_ratio": self._control.ratio}
+        return {**numbers, "reduction_ratio": self._control.ratio} if self._control.adapts else numbers
 
     def history(self) -> dict[str, list[float | None]]:
-        """``step``, ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last 10,000, as
-        lists. Waits for the device once.
+        """``step`` (from 0), ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last
+        10,000, as lists. Waits for the device once; checkpoints do not hold it.
         """
         return self._history.columns()
 

@@ -28,6 +28,7 @@ class _WithKFAC(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
+        lr: float | Tensor | None = None,
         *,
         params: Parameters | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -37,6 +38,10 @@ class _WithKFAC(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             hint = "; parameters and groups go into params="
             raise TypeError(f"{name} takes the model itself, an nn.Module, got {type(model).__name__}{hint}")
+        if lr is not None:
+            options["lr"] = lr
+        if callable(lr):
+            raise TypeError(f"{name}: lr is a number; a torch.optim.lr_scheduler changes it while training")
         base = _base_of(type(self))
         of_base, of_kfac = _split_options(name, options, base)
         super().__init__(model.parameters() if params is None else params, **of_base)
@@ -77,10 +82,11 @@ class KFACSGD(_WithKFAC, torch.optim.SGD):
 
     Args:
         model: any module; DDP and compiled models too.
+        lr: the learning rate.
         params: parameters or parameter groups with their own options, as for `torch.optim.SGD`; by default all of the
             model's.
         grad_scaler: the scaler that ``scaler.step(optimizer)`` is called on; see `natgrad.KFAC.attach`.
-        **options: of `torch.optim.SGD` (``lr``, ``momentum``, ``weight_decay``, ``nesterov``, ``foreach``, ``fused``,
+        **options: of `torch.optim.SGD` (``momentum``, ``weight_decay``, ``nesterov``, ``foreach``, ``fused``,
             ...) and of `natgrad.KFAC` (``damping``, ``kl_clip``, ``fisher``, ...), by name.
 
     Attributes:

@@ -51,6 +51,8 @@ class Hyperparameter:
     def __init__(
         self, name: str, value: Any, *, above: float, below: float = math.inf, inclusive: bool = False
     ) -> None:
+        if isinstance(value, type):
+            raise TypeError(f"{name} got the class {value.__name__}: call it, {value.__name__}(...)")
         self.name = name
         self.value = value
         self._above, self._below, self._inclusive = above, below, inclusive
@@ -59,10 +61,15 @@ class Hyperparameter:
 
     def at(self, step: int) -> float:
         """The value at a step."""
+        return self._checked(self._read(step), step)
+
+    def _read(self, step: int) -> Any:
         try:
-            value = self.value(step) if callable(self.value) else self.value
+            return self.value(step) if callable(self.value) else self.value
         except TypeError as error:
             raise TypeError(f"{self.name} must be a number or a callable of the step: {error}") from error
+
+    def _checked(self, value: Any, step: int) -> float:
         try:
             if isinstance(value, str | bool):
                 raise TypeError
@@ -127,9 +134,8 @@ class Terms(Hyperparameter):
 
     def at_step(self, step: int) -> float | None:
         """The number at a step."""
-        if callable(self.value) and self.value(step) is None:
-            return None
-        return self.at(step)
+        value = self._read(step)
+        return None if value is None and callable(self.value) else self._checked(value, step)
 
 
 class Interval(Hyperparameter):

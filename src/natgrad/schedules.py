@@ -89,6 +89,8 @@ def constant(value: float) -> Schedule:
 
 def steps(value: float, *, factor: float, at: Iterable[float]) -> Schedule:
     """Multiplied by `factor` at each of some times."""
+    if not isinstance(at, Iterable):
+        raise TypeError(f"at must be a list of times, such as [40, 80], got {at!r}")
     times = sorted(_number("at", time) for time in at)
     start, times_factor = _number("value", value), _number("factor", factor)
     return Schedule(
@@ -113,7 +115,7 @@ def warmup(over: float, *, start: float = 0.1) -> Schedule:
     return Schedule(lambda time: first + (1 - first) * min(1.0, time / length), f"warmup({over!r}, start={start!r})")
 
 
-def cosine(value: float, *, over: float, end: float = 0.0) -> Schedule:
+def cosine(value: float, *, over: float, end: float) -> Schedule:
     """From `value` down to `end` along half a cosine, and then `end`."""
     start, last, length = _number("value", value), _number("end", end), _number("over", over, above=0)
     return Schedule(
@@ -139,6 +141,8 @@ class Driven(Schedule):
 
 def driven(schedule: Schedule) -> Driven:
     """Makes a schedule wait for its own `step()`, called where the loop calls its learning-rate scheduler's."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"driven takes a schedule, such as constant(1e-3), got {schedule!r}")
     return Driven(schedule)
 
 

@@ -84,7 +84,7 @@ class Update:
         clip = preconditioner.precondition(
             gradients,
             damping=now.total_damping,
-            kappa=None if exact else now.cap,
+            kappa=now.cap,
             learning_rate=lambda name: self._link.rate(name, step),
             finite=finite,
             norms=norms,
@@ -118,15 +118,14 @@ class Update:
             gradient.copy_(updates[name])
         return updates
 
-    def _clip_exactly(self, gradients: Mapping[str, Tensor], unclipped: Clip, cap: float | None, step: int) -> Clip:
-        """Clips preconditioned gradients by the exact Fisher of the batch."""
+    def _clip_exactly(self, gradients: Mapping[str, Tensor], clip: Clip, cap: float | None, step: int) -> Clip:
+        """Clips gradients that the blocks' `clip` has bounded by the exact Fisher of the batch too."""
         parameters = {name: self._parameters[name] for name in gradients}
         measured = self._control.clip_gradient(cap, parameters, gradients, lambda name: self._link.rate(name, step))
-        measured = replace(measured, finite=measured.finite & unclipped.finite)
         own = list(gradients.values())
         multiply_all(own, measured.factor)
         drop_unless(measured.finite, own)
-        return measured
+        return replace(measured, factor=measured.factor * clip.factor, finite=measured.finite & clip.finite)
 
 
 def names(block: KroneckerBlock) -> list[str]:

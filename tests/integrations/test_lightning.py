@@ -145,6 +145,15 @@ def test_accumulated_losses_are_divided_by_lightning():
     assert_equal(model.net, plain_loop(accumulate=2))
 
 
+def test_adaptive_damping_with_an_objective():
+    callback = KFACCallback(
+        objective=lambda module, batch: cross_entropy(module(batch[0]), batch[1]),
+        **{**OPTIONS, "damping": natgrad.AdaptiveDamping(0.1, every=2)},
+    )
+    fit(CallsItself(), callback)
+    assert callback.kfac.damping != 0.1
+
+
 def test_the_shorter_window_at_the_end_of_an_epoch():
     """Of one batch, and divided by 7 like all others: the Fisher is that of its cases. (8 batches are 7 and 1.)"""
     options = {"kl_clip": None, "factor_update_steps": 1, "factor_decay": 0.0, "damping": 1e-2}

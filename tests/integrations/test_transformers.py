@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -23,11 +24,13 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
 from helpers import block_of
+from natgrad.capture.eager import _shared
 from natgrad.integrations.transformers import KFACCallback
 
 OPTIONS: dict[str, Any] = {"damping": 1e-2, "factor_update_steps": 3, "inv_update_steps": 5}
@@ -347,6 +350,20 @@ def test_asks_for_the_terms_of_a_bare_loss(tmp_path):
     train(Bare(), tmp_path, told, data=rows, max_steps=1)
     train(OwnLoss(), tmp_path, seen, data=rows, max_steps=1)
     torch.testing.assert_close(told.kfac.blocks[1].to_dense(), seen.kfac.blocks[1].to_dense(), **EXACT)
+
+
+def test_a_training_that_fails_leaves_nothing_behind(tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            raise KeyError("on purpose")
+
+    model = gpt2()
+    before = _shared._holders
+    arguments = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
+    with pytest.raises(KeyError, match="on purpose"):
+        Trainer(model, arguments, train_dataset=sentences(), callbacks=[KFACCallback(**OPTIONS), Fails()]).train()
+    gc.collect()
+    assert _shared._holders == before
 
 
 def test_refuses_unknown_options(tmp_path):

@@ -23,7 +23,8 @@ from natgrad import KFAC, AdaptiveDamping, TrustRegion
         (10.0, 11.0, -1.0, 2.0),  # worse than before
         (10.0, math.inf, -1.0, 2.0),
         (10.0, math.nan, -1.0, 2.0),
-        (10.0, 9.0, 0.5, 2.0),  # the model itself predicts no decrease: the step is longer than its own idea
+        (10.0, 11.0, 0.5, 2.0),  # an increase, as the model itself predicted: the step is too long
+        (10.0, 9.0, 0.5, 1.0),  # a decrease that it did not: momentum knows more
         (math.nan, 9.0, -1.0, 1.0),  # a bad batch says nothing
         (math.inf, math.inf, -1.0, 1.0),
         (10.0, 9.0, math.nan, 1.0),

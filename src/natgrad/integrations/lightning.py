@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.kfac import KFAC
@@ -45,6 +45,8 @@ class KFACCallback(Callback):
             LightningModule itself, for ``self(x)``; or, where it has no ``forward``, its one submodule with parameters.
         targets: from a batch to its targets, for predictives that ask for them:
             ``targets=lambda batch: batch[1]`` sets ``kfac.targets``.
+        objective: from the LightningModule and a batch to its loss, for `natgrad.AdaptiveDamping` and exact trust
+            regions: ``objective=lambda module, batch: cross_entropy(module(batch[0]), batch[1])``.
         log_metrics: logs ``kfac.metrics()`` as ``kfac/...``, every ``log_every_n_steps`` of the Trainer.
         **options: of `natgrad.KFAC`.
 
@@ -57,6 +59,7 @@ class KFACCallback(Callback):
         *,
         module: str | None = None,
         targets: Callable[[Any], Any] | None = None,
+        objective: Callable[[Any, Any], Tensor] | None = None,
         log_metrics: bool = True,
         **options: Any,
     ) -> None:
@@ -64,6 +67,7 @@ class KFACCallback(Callback):
         self.kfac: KFAC | None = None
         self._module = module
         self._targets = targets
+        self._objective = objective
         self._log_metrics = log_metrics
         self._options = options
         self._state: dict[str, Any] = {}  # of a checkpoint, until the fit begins
@@ -98,9 +102,11 @@ class KFACCallback(Callback):
         self.kfac.attach(optimizer, grad_scaler=trainer.scaler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Says what the targets of this batch are."""
+        """Says what the targets and the loss of this batch are."""
         if self._targets is not None and self.kfac is not None:
             self.kfac.targets = self._targets(batch)
+        if (objective := self._objective) is not None and self.kfac is not None:
+            self.kfac.objective = lambda: objective(pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

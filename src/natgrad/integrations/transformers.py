@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,10 +88,14 @@ class KFACCallback(TrainerCallback):
             found |= {"loss_terms": loss.terms, "accumulated_loss": "mean"}
         kfac = self.kfac = KFAC(model, **{**found, **self._options})
 
+        # Held weakly: the model must not keep K-FAC, and its claim on eager execution, after training has failed.
+        reference = weakref.ref(kfac)
+
         def see(_: nn.Module, arguments: Any, inputs: dict[str, Any], output: Any) -> None:
-            if torch.is_grad_enabled():
+            present = reference()
+            if present is not None and torch.is_grad_enabled():
                 loss.see(inputs, output)
-                kfac.targets = loss.targets
+                present.targets = loss.targets
 
         # Before K-FAC looks; and not compiled into the model, where it could not see all that it must.
         self._hook = model.register_forward_hook(torch.compiler.disable(see), with_kwargs=True, prepend=True)

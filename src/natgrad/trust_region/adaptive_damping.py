@@ -21,7 +21,7 @@ class AdaptiveDamping:
         kfac.objective = lambda: loss_of(model(x), y)  # before every optimizer.step()
 
     Args:
-        start: λ of the first step. Large is safe: it shrinks by itself.
+        start: λ of the first step. Larger is safer, and takes longer: it shrinks by `rate` a step.
         every: compare every so many steps; at the lower bound, where too little damping does harm fastest, every step.
         rate: λ changes by this factor per step between comparisons: by ``rate ** every`` at each.
         low: lower bound of λ.
@@ -32,7 +32,7 @@ class AdaptiveDamping:
 
     def __init__(
         self,
-        start: float = 0.1,
+        start: float = 1e-3,
         *,
         every: int = 5,
         rate: float = 0.95,
@@ -78,8 +78,9 @@ class AdaptiveDamping:
         """Takes in one comparison of losses.
 
         `predicted` is the change that the model predicts, `resolution` what the losses can be told apart by. What
-        says nothing (a loss that is not finite before the step, a step or a change too small to see) changes nothing;
-        a loss that is not finite after it, or a model that predicts no decrease, means that the step was too long.
+        says nothing (a loss that is not finite before the step, a step or a change too small to see) changes nothing,
+        nor does a decrease that the model did not predict, as momentum makes them. A loss that is not finite after the
+        step, or higher as the model itself predicted, means that the step was too long.
         """
         steps = step - (-1 if self._compared_at is None else self._compared_at)
         self._compared_at = step
@@ -87,12 +88,11 @@ class AdaptiveDamping:
             return
         if math.isfinite(after) and abs(after - before) <= resolution and abs(predicted) <= resolution:
             return
-        wrong = not math.isfinite(after) or predicted >= 0
-        self.ratio = -math.inf if wrong else (after - before) / predicted
+        self.ratio = (after - before) / predicted if math.isfinite(after) and predicted < 0 else None
         factor = self.rate ** min(steps, self.every)
-        if self.ratio > GOOD:
+        if self.ratio is not None and self.ratio > GOOD:
             self.value = max(self.low, self.value * factor)
-        elif self.ratio < TOO_LOW:
+        elif (self.ratio is not None and self.ratio < TOO_LOW) or (self.ratio is None and not after <= before):
             self.value = min(self.high, self.value / factor)
 
     def state_dict(self) -> dict[str, float | int | None]:

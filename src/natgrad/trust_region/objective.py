@@ -7,6 +7,7 @@ Gauss-Newton curvature of the objective itself, its second derivative along t.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ class Objective:
         with self._aside():
             self._model.forward = replay  # `leaving_no_trace` puts it back
             try:
-                loss = _one_number(closure())
+                loss = _one_number(_called(closure))
             except RuntimeError as error:
                 raise RuntimeError(
                     "AdaptiveDamping looks at the loss as a function of the model's outputs, and kfac.objective does "
@@ -157,6 +158,7 @@ class Objective:
     def _aside(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._quiet())
+            stack.enter_context(_gradients_untouched(self._model))
             stack.enter_context(leaving_no_trace(self._model))
             stack.enter_context(torch.enable_grad())  # objectives may differentiate; what is held still has no graph
             self._eager.acquire()
@@ -176,7 +178,7 @@ class _Around(nn.Module):
 
     def forward(self) -> Tensor:
         """The closure."""
-        return self._closure()
+        return _called(self._closure)
 
 
 @contextmanager
@@ -189,6 +191,32 @@ def _differentiable() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _called(closure: Closure) -> Tensor:
+    try:
+        inspect.signature(closure).bind()
+    except TypeError as error:
+        raise TypeError(f"kfac.objective must be a function without arguments: {error}") from None
+    except ValueError:
+        pass  # a built-in without a signature
+    return closure()
+
+
+@contextmanager
+def _gradients_untouched(model: nn.Module) -> Iterator[None]:
+    """Hides the gradients of the loop from a closure, and refuses one that makes its own."""
+    hidden = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        made = any(parameter.grad is not None for parameter, _ in hidden)
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+        if made:  # whatever else went wrong, this is why
+            raise RuntimeError("kfac.objective must not call backward(): it returns the loss, and no more")
 
 
 def _one_number(loss: Any) -> Tensor:

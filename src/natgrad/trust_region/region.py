@@ -23,7 +23,9 @@ class TrustRegion:
             pulled back along it. (The gradient that it gets is bounded too, by the blocks: momentum must not remember
             what no step may be.) It needs the optimizer, one copy of the parameters, and two products a layer.
         curvature: ``"factored"``: F̂ of the blocks with its damping (vᵀF̂v = vᵀ∇ is free for the gradient).
-            ``"exact"``: the Fisher of this batch itself, by one forward-mode pass through ``kfac.objective``.
+            ``"exact"``: also the Fisher of this batch itself, of the distribution that ``predictive=`` names, by one
+            forward-mode pass through ``kfac.objective``. The factored bound stays: a batch that the model is sure of
+            has hardly any Fisher of its own.
     """
 
     def __init__(self, cap: Number, *, of: str = "gradient", curvature: str = "factored") -> None:
@@ -37,4 +39,9 @@ class TrustRegion:
 
 def checked_region(kl_clip: Any) -> TrustRegion | None:
     """The option `kl_clip`: a trust region, its cap alone, or None."""
+    if isinstance(kl_clip, str | bool):
+        raise TypeError(
+            "kl_clip must be a number, a callable of the step, a natgrad.TrustRegion, or None for no clip; got "
+            f"{kl_clip!r}"
+        )
     return kl_clip if kl_clip is None or isinstance(kl_clip, TrustRegion) else TrustRegion(kl_clip)
