@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -229,6 +230,7 @@ def loop_weights(
     **options: Any,
 ) -> tuple[list[Tensor], KFAC, list[float]]:
     """A short training on the GPU."""
+    gc.collect()  # a KFAC of another test that nobody has collected yet may still ask for eager execution
     torch._dynamo.reset()
     model, (x, y) = convnet().cuda().to(dtype), batch(dtype)
     x, y = x.cuda(), y.cuda()
