@@ -96,12 +96,10 @@ class Run:
     dampings: list[float]
 
 
-def train(
-    pixels: Tensor, setting: Setting, *, seed: int, steps: int, tick: Callable[[], None]
-) -> tuple[Run, nn.Module, natgrad.KFAC]:
-    model = autoencoder(seed)
-    kfac, optimizer = documented(model, setting, seed)
-    kfac.objective = lambda: objective(model, pixels)
+def minimise(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pixels: Tensor, *, steps: int, tick: Callable[[], None]
+) -> list[float]:
+    """The losses after every number of steps, from 0 on."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -112,6 +110,16 @@ def train(
         tick()
     with torch.no_grad():
         losses.append(objective(model, pixels).item())
+    return losses
+
+
+def train(
+    pixels: Tensor, setting: Setting, *, seed: int, steps: int, tick: Callable[[], None]
+) -> tuple[Run, nn.Module, natgrad.KFAC]:
+    model = autoencoder(seed)
+    kfac, optimizer = documented(model, setting, seed)
+    kfac.objective = lambda: objective(model, pixels)
+    losses = minimise(model, optimizer, pixels, steps=steps, tick=tick)
     dampings = [float(value or 0) for value in kfac.history()["damping"]]
     return Run(losses, dampings), model, kfac
 
@@ -120,17 +128,7 @@ def train_first_order(
     pixels: Tensor, make: Callable[[Any], torch.optim.Optimizer], *, seed: int, steps: int
 ) -> list[float]:
     model = autoencoder(seed)
-    optimizer = make(model.parameters())
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = objective(model, pixels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        losses.append(objective(model, pixels).item())
-    return losses
+    return minimise(model, make(model.parameters()), pixels, steps=steps, tick=lambda: None)
 
 
 FIRST_ORDER: dict[str, list[Callable[[Any], torch.optim.Optimizer]]] = {

@@ -59,16 +59,23 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), **{"lr": LR, "momentum": 0.5, **options})
 
 
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, called: Any = None, set_to_none: bool = True
+) -> list[Tensor]:
+    """The weights after a loop that knows nothing of K-FAC; `called` is the model or what wraps it."""
+    for x, y in batches():
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model if called is None else called, x, y).backward()
+        optimizer.step()
+    return weights(model)
+
+
 def plain(**options: Any) -> list[Tensor]:
     """The loop that the others are compared with."""
     model = Net().double()
     optimizer = sgd(model)
     KFAC(model, **OPTIONS, **options).attach(optimizer)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return trained(model, optimizer)
 
 
 # Loops: each trains its own model and returns its weights.
@@ -139,11 +146,7 @@ def kept_zero_gradients() -> list[Tensor]:
     model = Net().double()
     optimizer = sgd(model)
     KFAC(model, **OPTIONS).attach(optimizer)
-    for x, y in batches():
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return trained(model, optimizer, set_to_none=False)
 
 
 def grouped() -> list[Tensor]:
@@ -151,11 +154,7 @@ def grouped() -> list[Tensor]:
     groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == flag], "lr": LR} for flag in (True, False)]
     optimizer = torch.optim.SGD(groups, momentum=0.5)
     KFAC(model, **OPTIONS).attach(optimizer)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return trained(model, optimizer)
 
 
 def compiled(**how: Any) -> list[Tensor]:
@@ -164,11 +163,7 @@ def compiled(**how: Any) -> list[Tensor]:
     wrapped = torch.compile(model, **how)
     optimizer = sgd(model)
     KFAC(wrapped, **OPTIONS).attach(optimizer)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(wrapped, x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return trained(model, optimizer, called=wrapped)
 
 
 def compiled_step() -> list[Tensor]:
@@ -209,11 +204,7 @@ def checkpointed() -> list[Tensor]:
     model = Net(checkpointed=True).double()
     optimizer = sgd(model)
     KFAC(model, **OPTIONS).attach(optimizer)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return trained(model, optimizer)
 
 
 def evaluated() -> list[Tensor]:
