@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -51,54 +52,47 @@ class Update:
         the batch has no gradient to go by, and all of it is dropped. Returns the clip, and whether the step was finite,
         on the device.
         """
-        if not self._control.exact_gradient:
-            return self._replace(gradients, preconditioner, now, step, usable)
-        # The user's objective is run in the middle of it: what it was before, for the case that it fails.
+        # The user's objective is run in the middle of it, where the exact Fisher is asked for.
+        with self._undone_on_failure(gradients) if self._control.exact_gradient else nullcontext():
+            solved = {name for member in preconditioner.solved.values() for name in names(member.block)}
+            present = dense(gradients)
+            others = {name: gradient for name, gradient in present.items() if name not in solved}
+            remembers = now.momentum > 0 or self._grafting is not None
+            finite = all_finite(list((present if remembers else others).values()))
+            if usable is not None:
+                finite = usable if finite is None else finite & usable
+            norms = self._remember(present, others, now.momentum, finite) if remembers and finite is not None else None
+            exact = self._control.exact_gradient
+            clip = preconditioner.precondition(
+                gradients,
+                damping=now.total_damping,
+                kappa=now.cap,
+                learning_rate=lambda name: self._link.rate(name, step),
+                finite=finite,
+                norms=norms,
+            )
+            if clip is not None and exact:
+                clip = self._clip_exactly({n: g for n, g in present.items() if n in solved}, clip, now.cap, step)
+            finite = finite if clip is None else clip.finite
+            if finite is not None:
+                drop_unless(finite, list(others.values()))
+            # A raw gradient at a natural gradient's learning rate is no step to take.
+            waiting = [others[name] for block in self._registry for name in names(block) if name in others]
+            if waiting:
+                torch._foreach_zero_(waiting)
+            return clip, finite
+
+    @contextmanager
+    def _undone_on_failure(self, gradients: Mapping[str, Tensor | None]) -> Iterator[None]:
         raw = [(gradient, gradient.clone()) for gradient in gradients.values() if gradient is not None]
         buffers = copy.deepcopy(self.buffers)
         try:
-            return self._replace(gradients, preconditioner, now, step, usable)
+            yield
         except BaseException:
             self.buffers = buffers
             for gradient, before in raw:
                 gradient.copy_(before)
             raise
-
-    def _replace(
-        self,
-        gradients: Mapping[str, Tensor | None],
-        preconditioner: Preconditioner,
-        now: Now,
-        step: int,
-        usable: Tensor | None,
-    ) -> tuple[Clip | None, Tensor | None]:
-        solved = {name for member in preconditioner.solved.values() for name in names(member.block)}
-        present = dense(gradients)
-        others = {name: gradient for name, gradient in present.items() if name not in solved}
-        remembers = now.momentum > 0 or self._grafting is not None
-        finite = all_finite(list((present if remembers else others).values()))
-        if usable is not None:
-            finite = usable if finite is None else finite & usable
-        norms = self._remember(present, others, now.momentum, finite) if remembers and finite is not None else None
-        exact = self._control.exact_gradient
-        clip = preconditioner.precondition(
-            gradients,
-            damping=now.total_damping,
-            kappa=now.cap,
-            learning_rate=lambda name: self._link.rate(name, step),
-            finite=finite,
-            norms=norms,
-        )
-        if clip is not None and exact:
-            clip = self._clip_exactly({n: g for n, g in present.items() if n in solved}, clip, now.cap, step)
-        finite = finite if clip is None else clip.finite
-        if finite is not None:
-            drop_unless(finite, list(others.values()))
-        # A raw gradient at a natural gradient's learning rate is no step to take.
-        waiting = [others[name] for block in self._registry for name in names(block) if name in others]
-        if waiting:
-            torch._foreach_zero_(waiting)
-        return clip, finite
 
     def forget(self, changed: Iterable[str]) -> None:
         """Parameters that are others now have no past."""
