@@ -550,3 +550,10 @@ def test_an_attached_average_is_not_updated_twice() -> None:
     average.detach()
     average.update()
     assert average.updates == 1
+
+
+def test_momentum_on_both_sides_is_warned_about() -> None:
+    model = net()
+    kfac = KFAC(model, raw_momentum=0.9)
+    with pytest.warns(UserWarning, match=r"raw_momentum .* momentum 0\.5 sums them again after it: use one of the two"):
+        kfac.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))

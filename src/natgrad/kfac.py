@@ -267,8 +267,19 @@ class KFAC:
         scale = self._window.scale if grad_scaler is None else LossScale(grad_scaler)
         self._link.attach(optimizer, self._before_optimizer, self._after_optimizer)
         self._window.scale = scale
+        self._warn_of_momentum()
         self._arm_if_due()
         return self
+
+    def _warn_of_momentum(self) -> None:
+        """One momentum is meant, not two."""
+        momentum, now = self._link.momentum, self._settings.at(self._step)
+        if momentum > 0 and now.momentum > 0:
+            self._warner.once(
+                "momentum",
+                f"raw_momentum sums gradients before preconditioning, and the optimizer's momentum {momentum:g} sums "
+                "them again after it: use one of the two",
+            )
 
     def detach(self) -> None:
         """Undoes `attach` and removes every hook. Harmless at any time; `attach` or `step` starts again."""

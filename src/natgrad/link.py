@@ -54,6 +54,12 @@ class Link:
         return self._optimizer
 
     @property
+    def momentum(self) -> float:
+        """The largest momentum of the optimizer's groups."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
+
+    @property
     def maximises(self) -> bool:
         """Whether the optimizer climbs."""
         return self._optimizer is not None and any(group.get("maximize") for group in self._optimizer.param_groups)
