@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from natgrad.foreach import all_finite, dense, drop_unless, multiply_all
 from natgrad.link import Link
 from natgrad.options import Now
 from natgrad.precondition.buffers import Buffers, Grafting
-from natgrad.precondition.clip import Clip
+from natgrad.precondition.clip import Clip, tighter
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.trust_region.controller import Controller
 
@@ -113,13 +112,14 @@ class Update:
         return updates
 
     def _clip_exactly(self, gradients: Mapping[str, Tensor], clip: Clip, cap: float | None, step: int) -> Clip:
-        """Clips gradients that the blocks' `clip` has bounded by the exact Fisher of the batch too."""
+        """Clips gradients that the blocks' `clip` has scaled by the exact Fisher of the batch too."""
         parameters = {name: self._parameters[name] for name in gradients}
-        measured = self._control.clip_gradient(cap, parameters, gradients, lambda name: self._link.rate(name, step))
+        length = self._control.length_of_gradient(parameters, gradients, lambda name: self._link.rate(name, step))
+        both = tighter(clip, length / clip.factor**2, cap)
         own = list(gradients.values())
-        multiply_all(own, measured.factor)
-        drop_unless(measured.finite, own)
-        return replace(measured, factor=measured.factor * clip.factor, finite=measured.finite & clip.finite)
+        multiply_all(own, both.factor / clip.factor)
+        drop_unless(both.finite, own)
+        return both
 
 
 def names(block: KroneckerBlock) -> list[str]:

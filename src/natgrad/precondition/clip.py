@@ -31,3 +31,9 @@ def clip(squared_length: Tensor, kappa: float | Tensor | None) -> Clip:
     one = torch.ones_like(length)
     factor = one if kappa is None else torch.where(length > kappa, (kappa / length).sqrt(), one)
     return Clip(factor, 0.5 * factor**2 * length, finite)
+
+
+def tighter(first: Clip, squared_length: Tensor, kappa: float | Tensor | None) -> Clip:
+    """Bounds a step that `first` has scaled by another measure too, in which the *unscaled* step has this length."""
+    second = clip(squared_length * first.factor**2, kappa)
+    return Clip(first.factor * second.factor, second.predicted_kl, first.finite & second.finite)

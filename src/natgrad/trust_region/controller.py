@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.options import Now
-from natgrad.precondition.clip import Clip, clip
+from natgrad.precondition.clip import Clip, clip, tighter
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.objective import Closure, Objective
 from natgrad.trust_region.region import TrustRegion
@@ -103,18 +103,17 @@ class Controller:
             self._taken.begin(parameters)
             self._pending = _Pending(step, now, before)
 
-    def clip_gradient(
+    def length_of_gradient(
         self,
-        cap: float | None,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         rates: Callable[[str], float | Tensor],
-    ) -> Clip:
-        """The clip of −α v for preconditioned gradients v, by the exact Fisher of the batch."""
+    ) -> Tensor:
+        """δᵀFδ of δ = −α v for preconditioned gradients v, by the exact Fisher of the batch."""
         direction = {name: (-rates(name) * gradient).to(parameters[name].dtype) for name, gradient in gradients.items()}
         along = self._objective.along(self._closure, parameters, direction, fisher=True)
         assert along.fisher is not None, "asked for"
-        return clip(along.fisher, cap)
+        return along.fisher
 
     def finish(self, parameters: Mapping[str, Tensor], factored: Quadratic) -> Clip | None:
         """After the optimizer's step: cuts it to the trust region, and compares what is left of it with its prediction.
@@ -130,16 +129,15 @@ class Controller:
 
     def _cut(self, now: Now, parameters: Mapping[str, Tensor], factored: Quadratic) -> Clip:
         direction = self._taken.difference(parameters)
-        try:
-            if self.region is not None and self.region.curvature == "exact":
-                length = self._objective.along(self._closure, self._taken.before, direction, fisher=True).fisher
-                assert length is not None, "asked for"
-            else:
-                length = factored(direction, now.total_damping)
-        except BaseException:
-            self._taken.undo(parameters)  # a step that could not be measured is not taken
-            raise
-        clipped = clip(length, now.cap)
+        clipped = clip(factored(direction, now.total_damping), now.cap)
+        if self.region is not None and self.region.curvature == "exact":
+            try:
+                exact = self._objective.along(self._closure, self._taken.before, direction, fisher=True).fisher
+            except BaseException:
+                self._taken.undo(parameters)  # a step that could not be measured is not taken
+                raise
+            assert exact is not None, "asked for"
+            clipped = tighter(clipped, exact, now.cap)
         self._taken.scale(parameters, clipped.factor, clipped.finite)
         return clipped
 
