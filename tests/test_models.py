@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hand
 from helpers import gradients
-from natgrad import KFAC, NatgradWarning
+from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 
 BATCH = 4
 
@@ -341,6 +341,29 @@ def test_ddp_on_one_rank_writes_into_its_buckets(one_rank: None, inner: bool) ->
     assert [p.grad.data_ptr() for p in module.parameters()] == places
     assert [block.names[0] for block in kfac.blocks] == ["0.weight", "2.weight"]
     assert compare_with_hand(kfac, module, recorder, 6) == 2
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_adaptive_damping_and_an_exact_region_behind_ddp(one_rank: None, inner: bool) -> None:
+    """Passes that nobody's backward follows do not disturb its reducer."""
+    results = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        model = nn.parallel.DistributedDataParallel(module) if wraps else module
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        region = TrustRegion(1e-3, of="step", curvature="exact")
+        kfac = KFAC(module if inner else model, damping=AdaptiveDamping(0.1, every=1), kl_clip=region)
+        kfac.attach(optimizer)
+        x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+        for _ in range(4):
+            optimizer.zero_grad()
+            kfac.objective = lambda net=model, a=x, b=y: functional.cross_entropy(net(a), b)
+            kfac.objective().backward()
+            optimizer.step()
+        results.append((kfac.damping, *module.state_dict().values()))
+    assert results[0][0] == results[1][0] != 0.1
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1:], results[1][1:], strict=True))
 
 
 def test_functional_call() -> None:

@@ -94,52 +94,48 @@ def accumulated(parts: int, *, divided: bool, **options: Any) -> list[Tensor]:
     return weights(model)
 
 
-def scaled(*, fused: bool = False, by_hand: bool = False, parts: int = 1, set_to_none: bool = True) -> list[Tensor]:
-    model = Net().double()
-    optimizer = sgd(model, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    kfac = KFAC(
-        model,
-        **OPTIONS,
-        accumulated_loss="mean",
-        optimizer=optimizer if by_hand else None,
-        grad_scaler=scaler if by_hand else None,
-    )
-    if not by_hand:
-        kfac.attach(optimizer, grad_scaler=scaler)
-    for x, y in batches():
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for micro_x, micro_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            scaler.scale(loss_of(model, micro_x, micro_y) / parts).backward()
+class Scaled:
+    """A model, its optimizer and K-FAC behind a scaler, attached or stepped by hand."""
+
+    def __init__(self, *, by_hand: bool = False, fused: bool = False, momentum: float = 0.5, **options: Any) -> None:
+        self.model = Net().double()
+        self.optimizer = sgd(self.model, fused=fused, momentum=momentum)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.by_hand = by_hand
+        numbers = {**OPTIONS, **options}
         if by_hand:
-            scaler.unscale_(optimizer)
-            kfac.step()
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
+            self.kfac = KFAC(self.model, **numbers, optimizer=self.optimizer, grad_scaler=self.scaler)
+        else:
+            self.kfac = KFAC(self.model, **numbers).attach(self.optimizer, grad_scaler=self.scaler)
+
+    def step(self, x: Tensor, y: Tensor, *, parts: int = 1, set_to_none: bool = True, overflows: bool = False) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for micro_x, micro_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = loss_of(self.model, micro_x, micro_y) / parts
+            self.scaler.scale(loss * math.inf if overflows else loss).backward()
+        if self.by_hand:
+            self.scaler.unscale_(self.optimizer)
+            self.kfac.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
-def overflowing(*, fused: bool, set_to_none: bool, by_hand: bool = False) -> list[Tensor]:
+def scaled(*, fused: bool = False, by_hand: bool = False, parts: int = 1, set_to_none: bool = True) -> list[Tensor]:
+    loop = Scaled(by_hand=by_hand, fused=fused, accumulated_loss="mean")
+    for x, y in batches():
+        loop.step(x, y, parts=parts, set_to_none=set_to_none)
+    return weights(loop.model)
+
+
+def overflowing(*, set_to_none: bool) -> list[Tensor]:
     """Batches whose scaled loss overflows, on steps that take statistics and on others: the scaler skips them."""
-    model = Net().double()
-    optimizer = sgd(model, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    kfac = KFAC(model, **OPTIONS, optimizer=optimizer if by_hand else None, grad_scaler=scaler if by_hand else None)
-    if not by_hand:
-        kfac.attach(optimizer, grad_scaler=scaler)
+    loop = Scaled()
     good = iter(batches())
     for number in range(STEPS + 3):
-        bad = number in (0, 3, 6)
-        x, y = batches()[0] if bad else next(good)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss = loss_of(model, x, y)
-        scaler.scale(loss * math.inf if bad else loss).backward()
-        if by_hand:
-            scaler.unscale_(optimizer)
-            kfac.step()
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
+        overflows = number in (0, 3, 6)
+        x, y = batches()[0] if overflows else next(good)
+        loop.step(x, y, set_to_none=set_to_none, overflows=overflows)
+    return weights(loop.model)
 
 
 def kept_zero_gradients() -> list[Tensor]:
@@ -333,8 +329,8 @@ ROWS = {
     "GradScaler, fused, by hand": Row(scaled, {"by_hand": True, "fused": True}, 1e-10),
     "GradScaler, accumulated": Row(scaled, {"parts": 4}, 1e-10),
     "GradScaler, gradients kept": Row(scaled, {"set_to_none": False}, 1e-10),
-    "overflow": Row(overflowing, {"fused": False, "set_to_none": True}, 1e-10),
-    "overflow, gradients kept": Row(overflowing, {"fused": False, "set_to_none": False}, 1e-10),
+    "overflow": Row(overflowing, {"set_to_none": True}, 1e-10),
+    "overflow, gradients kept": Row(overflowing, {"set_to_none": False}, 1e-10),
     "gradients kept as zeros": Row(kept_zero_gradients),
     "several groups": Row(grouped, {}, 1e-12),
     "compiled, fullgraph": Row(compiled, {"backend": "aot_eager", "fullgraph": True}, 1e-10),
@@ -386,29 +382,18 @@ def test_fishers_that_make_their_own_loss_need_no_scale(fisher: str) -> None:
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_what_a_fused_step_skips_has_no_statistics(set_to_none: bool, by_hand: bool) -> None:
     """K-FAC counts a step that the fused kernel skips; weights and factors must be those of a run without it."""
-    model = Net().double()
-    # No momentum: torch's fused SGD leaves its buffer uninitialised where the very first step is skipped.
-    optimizer = sgd(model, fused=True, momentum=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     options = {**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1, "factor_decay": 0.5}
-    kfac = KFAC(model, **options, optimizer=optimizer if by_hand else None, grad_scaler=scaler if by_hand else None)
-    if not by_hand:
-        kfac.attach(optimizer, grad_scaler=scaler)
+    # No momentum: torch's fused SGD leaves its buffer uninitialised where the very first step is skipped.
+    loop = Scaled(by_hand=by_hand, fused=True, momentum=0.0, **options)
+    model, kfac = loop.model, loop.kfac
     twin = Net().double()
     other = sgd(twin, momentum=0.0)
     reference = KFAC(twin, **options).attach(other)
     for number, (x, y) in enumerate(batches()):
-        bad = number in (0, 2, 5)
+        overflows = number in (0, 2, 5)
         before = weights(model)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss = loss_of(model, x, y)
-        scaler.scale(loss * math.inf if bad else loss).backward()
-        if by_hand:
-            scaler.unscale_(optimizer)
-            kfac.step()
-        scaler.step(optimizer)
-        scaler.update()
-        if bad:
+        loop.step(x, y, set_to_none=set_to_none, overflows=overflows)
+        if overflows:
             assert all(torch.equal(p, q) for p, q in zip(weights(model), before, strict=True))
             continue
         other.zero_grad()

@@ -82,7 +82,7 @@ class KFAC:
             output to a `torch.distributions` object; or a dict of these, one per head of a dict of outputs.
         loss_terms: N, for the empirical Fisher: how many terms the loss of a whole step is a mean over, where that is
             not the number of predictions in the model's output: 1 for a summed loss, all elements for `nn.MSELoss`,
-            all micro-batches together for an accumulated loss.
+            all micro-batches together for an accumulated loss. A callable may return None: count the predictions.
         accumulated_loss: several backward passes feed a step: ``"mean"`` where each loss is divided by their number,
             the number that it is divided by where that is always the same, ``"sum"`` where it is not divided.
         grad_scaler: the `torch.amp.GradScaler` of a loop that calls `step` itself; `attach` takes it too.
@@ -125,7 +125,7 @@ class KFAC:
         grafting: str | Grafting | None = None,
         fisher: str = "empirical",
         predictive: Predictive = "categorical",
-        loss_terms: Number | None = None,
+        loss_terms: float | Callable[[int], float | None] | None = None,
         accumulated_loss: str | Number | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         sharing: str | Mapping[str, str] = "expand",
@@ -273,8 +273,8 @@ class KFAC:
 
     def _warn_of_momentum(self) -> None:
         """One momentum is meant, not two."""
-        momentum, now = self._link.momentum, self._settings.at(self._step)
-        if momentum > 0 and now.momentum > 0:
+        momentum = self._link.momentum
+        if momentum > 0 and self._settings.momentum.at(self._step) > 0:
             self._warner.once(
                 "momentum",
                 f"raw_momentum sums gradients before preconditioning, and the optimizer's momentum {momentum:g} sums "

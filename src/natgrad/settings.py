@@ -32,7 +32,7 @@ class Settings:
         self._decay = Hyperparameter("factor_decay", factor_decay, above=0, below=1, inclusive=True)
         self._damping = Hyperparameter("damping", damping, above=0)
         self._l2 = Hyperparameter("l2", l2, above=0, inclusive=True)
-        self._momentum = Hyperparameter("raw_momentum", raw_momentum, above=0, below=1, inclusive=True)
+        self.momentum = Hyperparameter("raw_momentum", raw_momentum, above=0, below=1, inclusive=True)
         self._cap = None if region is None else region.cap
 
     def at(self, step: int) -> Now:
@@ -41,14 +41,14 @@ class Settings:
             cap=None if self._cap is None else self._cap.at(step),
             damping=self._damping.at(step),
             l2=self._l2.at(step),
-            momentum=self._momentum.at(step),
+            momentum=self.momentum.at(step),
             decay=self._decay.at(step),
             refresh_interval=self._refresh_interval.at(step),
             next_factor_interval=self.factor_interval.at(step + 1),
         )
 
     def _all(self) -> list[Hyperparameter]:
-        own = [self._damping, self._decay, self._l2, self._momentum, self.factor_interval, self._refresh_interval]
+        own = [self._damping, self._decay, self._l2, self.momentum, self.factor_interval, self._refresh_interval]
         return [*own, *self._others] if self._cap is None else [*own, *self._others, self._cap]
 
     def state(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class AdaptiveDamping:
         """Begins anew."""
         self.value = self.start
         self.ratio: float | None = None  # ρ of the last comparison
-        self._compared_at: int | None = None
+        self._compared_at = -1
 
     def fresh(self) -> AdaptiveDamping:
         """The same, at its beginning."""
@@ -71,8 +71,7 @@ class AdaptiveDamping:
 
     def due(self, step: int) -> bool:
         """Whether the step is to be compared with its prediction."""
-        last = -1 if self._compared_at is None else self._compared_at
-        return step - last >= self.every or self.value <= self.low
+        return step - self._compared_at >= self.every or self.value <= self.low
 
     def compare(self, step: int, *, before: float, after: float, predicted: float, resolution: float) -> None:
         """Takes in one comparison of losses.
@@ -82,8 +81,7 @@ class AdaptiveDamping:
         nor does a decrease that the model did not predict, as momentum makes them. A loss that is not finite after the
         step, or higher as the model itself predicted, means that the step was too long.
         """
-        steps = step - (-1 if self._compared_at is None else self._compared_at)
-        self._compared_at = step
+        steps, self._compared_at = step - self._compared_at, step
         if not math.isfinite(before) or math.isnan(predicted):
             return
         if math.isfinite(after) and abs(after - before) <= resolution and abs(predicted) <= resolution:
@@ -103,6 +101,7 @@ class AdaptiveDamping:
         """Goes on from a checkpoint, within this object's bounds."""
         value, ratio, compared_at = state["value"], state["ratio"], state["compared_at"]
         assert value is not None, "state_dict() stores it"
+        assert compared_at is not None, "state_dict() stores it"
         self.value = min(self.high, max(self.low, value))
         self.ratio = ratio
-        self._compared_at = None if compared_at is None else int(compared_at)
+        self._compared_at = int(compared_at)
