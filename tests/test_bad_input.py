@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from helpers import gradients
-from natgrad import KFAC
+from natgrad import KFAC, AdaptiveDamping, TrustRegion
 
 
 def mlp() -> nn.Sequential:
@@ -95,14 +95,15 @@ def test_mixed_and_meta_devices() -> None:
         KFAC(nn.Linear(4, 3, device="meta"))
 
 
-def test_several_ranks_are_refused_until_their_factors_are_averaged() -> None:
+@pytest.mark.parametrize("option", [{"damping": AdaptiveDamping()}, {"kl_clip": TrustRegion(1.0, curvature="exact")}])
+def test_what_looks_at_one_batch_refuses_several_ranks(option) -> None:
     class Replicated(nn.parallel.DistributedDataParallel):
         def __init__(self, module: nn.Module) -> None:
             nn.Module.__init__(self)
             self.module, self.process_group = module, SimpleNamespace(size=lambda: 4)
 
     with pytest.raises(ValueError, match="replicated on 4 ranks"):
-        KFAC(Replicated(mlp()))
+        KFAC(Replicated(mlp()), **option)
 
 
 def test_clip_without_a_learning_rate() -> None:

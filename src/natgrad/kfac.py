@@ -14,19 +14,15 @@ from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture.choices import VECTORS
 from natgrad.capture.watch import Inputs, Watch, innermost
+from natgrad.clock import Clock
+from natgrad.distribute.replicas import replicas
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.loss_scale import LossScale
 from natgrad.metrics import Metrics
 from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
-from natgrad.parameters import (
-    any_nonzero,
-    make_choices,
-    named_parameters,
-    patterns,
-    refuse_several_ranks,
-)
+from natgrad.parameters import any_nonzero, make_choices, named_parameters, patterns
 from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
@@ -58,7 +54,7 @@ class KFAC:
     Every numeric hyper-parameter is a number or a callable of the step.
 
     Args:
-        model: any module; DDP and compiled models too.
+        model: any module; DDP and compiled models too. Of a DDP model the statistics of all ranks are summed.
         optimizer: where the learning rate of the KL clip is read; `attach` sets it as well.
         lr: the learning rate, where there is no optimizer to read it from.
         factor_update_steps: take statistics every so many steps.
@@ -184,7 +180,12 @@ class KFAC:
         if stats_fraction < 1 and isinstance(batch_axis, int) and batch_axis != 0:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
-        refuse_several_ranks(model)
+        ranks = replicas(model)
+        if ranks is not None and (adaptive is not None or (region is not None and region.curvature == "exact")):
+            raise ValueError(
+                "AdaptiveDamping and TrustRegion(curvature='exact') look at one rank's batch, and this model is "
+                f"replicated on {ranks.size()} ranks: use a number or a schedule"
+            )
         self._parameters = named_parameters(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
@@ -217,6 +218,7 @@ class KFAC:
             fallback=runner,
             accumulated=divisor,
             scale=scale,
+            ranks=ranks,
             warn=self._warner.once,
         )
         self._observer = Observer(
@@ -352,12 +354,17 @@ class KFAC:
         gradients: dict[str, Tensor | None] = {
             name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
         }
-        if self._watch.armed and not self._take_statistics(gradients, now, usable):
-            return
-        self._refresh_if_due(now)
+        if self._watch.armed:
+            with self.clock.part("statistics"):
+                came_in = self._take_statistics(gradients, now, usable)
+            if not came_in:
+                return
+        with self.clock.part("solve"):
+            self._refresh_if_due(now)
         if self._control.needs_optimizer:
             self._control.begin(self._step, now, self._moving())
-        clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
+        with self.clock.part("precondition"):
+            clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
             self._metrics.skipped_steps += (~finite).to(torch.int64)
             if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
@@ -415,7 +422,9 @@ class KFAC:
     def _observe(self, inputs: Inputs, output: Any) -> None:
         """The model's forward hook, on armed steps."""
         if torch.is_grad_enabled():
-            self._refuse_nothing(self._observer.see(inputs, output))
+            with self.clock.part("statistics"):
+                reasons = self._observer.see(inputs, output)
+            self._refuse_nothing(reasons)
 
     def _refuse_nothing(self, reasons: str | None) -> None:
         if reasons is not None:
@@ -520,6 +529,22 @@ class KFAC:
         return any(parameter.grad is not None for parameter in self._parameters.values())
 
     # Looking inside
+
+    @property
+    def clock(self) -> Clock:
+        """Where the time of steps goes: set it to a `natgrad.clock.Clock` of the model's device to find out."""
+        return self._window.clock
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._window.clock = clock
+
+    @property
+    def clip(self) -> Clip | None:
+        """``predicted_kl`` and the ``factor`` ν of the last step, as tensors that nobody has waited for; `metrics` has
+        them as numbers. None before the first step.
+        """
+        return self._metrics.clip
 
     @property
     def blocks(self) -> list[KroneckerBlock]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad.capture.choices import SHARING, Choices, split_map
 from natgrad.capture.watch import clean_name, innermost
-from natgrad.errors import NatgradWarning
 from natgrad.options import choice, whole_number
 
 
@@ -80,20 +77,6 @@ def _map_shape(pattern: str, shape: Any, parameters: Mapping[str, Tensor]) -> tu
     if sizes and min(split_map(sizes)) == 1:
         raise ValueError(f"doubly_factored[{pattern!r}]: {sizes} has one channel or one place, nothing to factor apart")
     return sizes
-
-
-def refuse_several_ranks(model: nn.Module) -> None:
-    """Factors are not averaged over ranks yet: replicas would precondition differently and drift apart, silently."""
-    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    ranks = max((wrapper.process_group.size() for wrapper in wrappers), default=1)
-    if ranks > 1:
-        raise ValueError(f"natgrad preconditions in one process for now, and this model is replicated on {ranks} ranks")
-    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-        warnings.warn(
-            f"natgrad does not average factors over ranks yet: if the {ranks} ranks train one model, they drift apart",
-            NatgradWarning,
-            stacklevel=3,
-        )
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -22,6 +22,7 @@ from natgrad.blocks.registry import Tap
 from natgrad.capture.form import USES
 from natgrad.capture.graph import saved
 from natgrad.capture.use import Found, Use
+from natgrad.clock import Clock
 from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
@@ -42,6 +43,10 @@ class Owner(Protocol):
 
     def half(self) -> None:
         """The derivatives are float16."""
+
+    @property
+    def clock(self) -> Clock:
+        """What the time of taking statistics is told to."""
 
 
 class Pass:
@@ -117,7 +122,7 @@ class Pass:
             return
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
-            with _undisturbed(gradient.device):
+            with self._timed(gradient.device):
                 self._add_rows(tap, gradient.detach().reshape(1, -1))
 
     def finish(self, *, alone: bool) -> None:
@@ -150,7 +155,7 @@ class Pass:
             if derivatives[0].dtype == torch.float16:
                 self._owner.half()
             tap = self._begin()[number]
-            with _undisturbed(derivatives[0].device):
+            with self._timed(derivatives[0].device):
                 derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use)
                 if number in self._first_use:
                     self._sum(self._first_use[number], tap.use, derivative, saved, self._summed)
@@ -158,6 +163,11 @@ class Pass:
                     self._add(tap, derivative, saved)
 
         return hook
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        with self._owner.clock.part("statistics"), _undisturbed(device):
+            yield
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:

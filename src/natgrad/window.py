@@ -5,15 +5,16 @@ the running averages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.blocks.factor import commit, scale_moments
-from natgrad.blocks.kronecker import KroneckerBlock, commit_counts
+from natgrad.blocks.kronecker import KroneckerBlock, Orientation, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
 from natgrad.capture.cases import batch_of
@@ -23,6 +24,8 @@ from natgrad.capture.graph import Graph, marks
 from natgrad.capture.search import find_uses
 from natgrad.capture.use import Findings
 from natgrad.capture.watch import Inputs
+from natgrad.clock import Clock, NoClock
+from natgrad.distribute.replicas import sum_over_ranks
 from natgrad.loss_scale import LossScale
 from natgrad.options import Hyperparameter, choice
 from natgrad.passes import Pass
@@ -60,10 +63,13 @@ class Window:
         fallback: Fallback,
         accumulated: Hyperparameter | str | None,
         scale: LossScale,
+        ranks: dist.ProcessGroup | None,
         warn: Callable[[str, str], None],
     ) -> None:
         self.registry = registry
         self.scale = scale
+        self._clock: Clock = NoClock()
+        self._ranks = ranks
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
         self._choices = choices
@@ -211,6 +217,15 @@ class Window:
             if name in parameters and id(parameters[name]) in graph.leaves
         }
 
+    @property
+    def clock(self) -> Clock:
+        """What the time of taking statistics is told to."""
+        return self._clock
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._clock = clock
+
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
         current.task = torch._C._current_graph_task_id()
@@ -325,10 +340,23 @@ class Window:
         used = [o for block in self.registry for o in block.orientations if o.has_pending]
         if self.fisher == "empirical":
             scale_moments([orientation.row for orientation in used], self._loss_factor(step))
-        commit_counts(used, decay, self.terms)
+        commit_counts(used, decay, self.terms if self._ranks is None else self._sum_over_ranks(used, self._ranks))
         finite = commit(self.registry.factors(), decay, usable)
         self.close()
         return (~finite).sum()
+
+    def _sum_over_ranks(self, used: Sequence[Orientation], ranks: dist.ProcessGroup) -> float:
+        """Replaces what came in on this rank by what came in on all of them; returns the terms of all."""
+        factors = [factor for factor in self.registry.factors() if factor.pending is not None]
+        moments = [factor.pending for factor in factors if factor.pending is not None]
+        counts = [*(one.pending_rows for one in (*factors, *used)), self.terms]
+        labels = [block.key for block in self.registry if any(o.has_pending for o in block.orientations)]
+        moments, counts = sum_over_ranks(moments, counts, labels=labels, group=ranks)
+        for factor, moment in zip(factors, moments, strict=True):
+            factor.pending = moment
+        for one, rows in zip((*factors, *used), counts, strict=False):
+            one.pending_rows = rows
+        return counts[-1]
 
     def _loss_factor(self, step: int) -> float | Tensor:
         """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that

@@ -27,8 +27,8 @@ class Factor:
         self.sum = torch.zeros(shape, dtype=dtype, device=device)
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.diagonal = diagonal
-        self._pending: Tensor | None = None
-        self._pending_rows: Rows = 0
+        self.pending: Tensor | None = None
+        self.pending_rows: Rows = 0
 
     @property
     def stack(self) -> int:
@@ -52,12 +52,12 @@ class Factor:
         elif moment.dim() < self.sum.dim():
             moment = moment.diag_embed()
         moment = moment.to(self.sum.dtype)
-        self._pending = moment if self._pending is None else self._pending + moment
-        self._pending_rows = self._pending_rows + rows
+        self.pending = moment if self.pending is None else self.pending + moment
+        self.pending_rows = self.pending_rows + rows
 
     def discard(self) -> None:
         """Forgets what came in since the last commit."""
-        self._pending, self._pending_rows = None, 0
+        self.pending, self.pending_rows = None, 0
 
     def mean(self) -> Tensor:
         """The estimate S / w."""
@@ -68,14 +68,14 @@ class Factor:
         twin = Factor.__new__(Factor)
         twin.sum, twin.weight, twin.diagonal = self.sum.clone(), self.weight.clone(), self.diagonal
         # Moments are scaled and committed in place: never the same memory twice.
-        twin._pending = None if self._pending is None else self._pending.clone()
-        twin._pending_rows = self._pending_rows
+        twin.pending = None if self.pending is None else self.pending.clone()
+        twin.pending_rows = self.pending_rows
         return twin
 
 
 def scale_moments(factors: Iterable[Factor], factor: float | Tensor) -> None:
     """Multiplies the derivatives that have come in since the last commit, before their squares are averaged."""
-    moments = [one._pending for one in dict.fromkeys(factors) if one._pending is not None]
+    moments = [one.pending for one in dict.fromkeys(factors) if one.pending is not None]
     if isinstance(factor, Tensor):
         multiply_all(moments, factor.square())
     elif factor != 1:
@@ -87,8 +87,8 @@ def commit(factors: Iterable[Factor], decay: float, usable: Tensor | None = None
 
     Returns which were finite, on the device. All factors together, so that this is a few launches and one a factor.
     """
-    moved = [factor for factor in factors if factor._pending is not None]
-    moments = [factor._pending for factor in moved if factor._pending is not None]
+    moved = [factor for factor in factors if factor.pending is not None]
+    moments = [factor.pending for factor in moved if factor.pending is not None]
     finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
     if usable is not None:
         finite = finite & usable.to(finite.device)
@@ -98,7 +98,7 @@ def commit(factors: Iterable[Factor], decay: float, usable: Tensor | None = None
         torch.where(flag, total, factor.sum, out=factor.sum)
     weights = [factor.weight for factor in moved]
     raised = list(torch._foreach_mul(weights, decay))
-    add_counts(raised, [factor._pending_rows for factor in moved])
+    add_counts(raised, [factor.pending_rows for factor in moved])
     kept = torch.where(finite, torch.stack(raised), torch.stack(weights))
     torch._foreach_copy_(weights, list(kept.unbind()))
     for factor in moved:

@@ -56,7 +56,7 @@ class Orientation:
         self.sides = list(sides)
         # Rows and loss terms with the factors' own decay: their ratio is s.
         self.counts = torch.zeros(2, dtype=torch.float64, device=self.row.sum.device)
-        self._pending_rows: Rows = 0
+        self.pending_rows: Rows = 0
         self.has_pending = False
 
     @property
@@ -72,7 +72,7 @@ class Orientation:
 
     def add_rows(self, rows: Rows) -> None:
         """Counts the rows of a use. The factors cannot tell: another block may have filled a shared one."""
-        self._pending_rows = self._pending_rows + rows
+        self.pending_rows = self.pending_rows + rows
         self.has_pending = True
 
     def discard(self) -> None:
@@ -82,7 +82,7 @@ class Orientation:
             factor.discard()
 
     def _forget(self) -> None:
-        self._pending_rows = 0
+        self.pending_rows = 0
         self.has_pending = False
 
     @property
@@ -105,7 +105,7 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     if not orientations:
         return
     torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
-    add_counts([orientation.counts[0] for orientation in orientations], [o._pending_rows for o in orientations])
+    add_counts([orientation.counts[0] for orientation in orientations], [o.pending_rows for o in orientations])
     add_counts([orientation.counts[1] for orientation in orientations], [terms] * len(orientations))
     for orientation in orientations:
         orientation._forget()

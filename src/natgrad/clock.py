@@ -1,0 +1,80 @@
+"""Where the time of training steps goes, measured without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Splits time into parts. On a GPU it is the device's own time, between events in its queue: a part lasts from when
+    the device gets to it until it gets to the next one, waiting for the host included.
+
+    ``kfac.clock = Clock(device)`` makes a KFAC mark its parts: ``statistics``, ``solve`` and ``precondition``.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._marks: deque[tuple[str | None, Any]] = deque()  # what began, and when
+        self._spare: list[Any] = []
+        self._seconds: dict[str, float] = {}
+        self._times: dict[str, int] = {}
+        self.present: str | None = None
+
+    def switch(self, part: str | None) -> str | None:
+        """From now on time belongs to this part; None is nobody's. Returns whose it was."""
+        before, self.present = self.present, part
+        self._marks.append((part, self._stamp()))
+        return before
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The time inside belongs to this part, and afterwards to the one before it."""
+        before = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def take(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds by part since the last call, as far as the device has got, and how often each part began."""
+        while len(self._marks) > 1 and self._reached(self._marks[1][1]):
+            part, began = self._marks.popleft()
+            if part is not None:
+                self._seconds[part] = self._seconds.get(part, 0.0) + self._between(began, self._marks[0][1])
+                self._times[part] = self._times.get(part, 0) + 1
+            if self._cuda:
+                self._spare.append(began)
+        taken, self._seconds, self._times = (self._seconds, self._times), {}, {}
+        return taken
+
+    def _stamp(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _reached(self, stamp: Any) -> bool:
+        return not self._cuda or stamp.query()
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) / 1000 if self._cuda else ended - began
+
+
+class NoClock(Clock):
+    """Measures nothing, for nothing."""
+
+    def switch(self, part: str | None) -> str | None:
+        """Does nothing."""
+        return None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Does nothing."""
+        yield

@@ -1,0 +1,1 @@
+"""Factors averaged over ranks. What communicates does no mathematics."""

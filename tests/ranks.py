@@ -1,0 +1,48 @@
+"""Several ranks on this machine, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: float = 60) -> list[Any]:
+    """What `function(rank, ranks, *arguments)` returns on each of some ranks that talk through gloo; raises the first
+    error. Forked: importing torch anew takes longer than most tests.
+    """
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    store = folder / f"store-{ranks}"
+    processes = [
+        context.Process(target=_rank, args=(queue, function, str(store), rank, ranks, arguments)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = dict([queue.get(timeout=seconds) for _ in processes])
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+    for rank, (error, _) in sorted(answers.items()):
+        if error:
+            raise AssertionError(f"rank {rank} failed:\n{error}")
+    return [answers[rank][1] for rank in range(ranks)]
+
+
+def _rank(queue, function, store: str, rank: int, ranks: int, arguments: tuple[Any, ...]) -> None:
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        )
+        try:
+            queue.put((rank, ("", function(rank, ranks, *arguments))))
+        finally:
+            dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, (traceback.format_exc(), None)))
