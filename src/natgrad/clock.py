@@ -64,7 +64,7 @@ class Clock:
         return not self._cuda or stamp.query()
 
     def _between(self, began: Any, ended: Any) -> float:
-        return began.elapsed_time(ended) / 1000 if self._cuda else ended - began
+        return float(began.elapsed_time(ended)) / 1000 if self._cuda else float(ended - began)
 
 
 class NoClock(Clock):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad
+from natgrad.models import digits_convnet
 
 try:
     from rich.console import Console
@@ -30,15 +31,7 @@ SECONDS_SHOWN = (0.5, 1, 2, 4, 8)
 def build_model() -> nn.Module:
     """A small convnet, the same initial weights every time."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 10),
-    )
+    return digits_convnet()
 
 
 def use_sgd(model: nn.Module) -> torch.optim.Optimizer:

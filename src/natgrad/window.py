@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from natgrad.blocks.factor import commit, scale_moments
+from natgrad.blocks.factor import Factor, commit, scale_moments
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
@@ -349,14 +349,15 @@ class Window:
         """Replaces what came in on this rank by what came in on all of them; returns the terms of all."""
         factors = [factor for factor in self.registry.factors() if factor.pending is not None]
         moments = [factor.pending for factor in factors if factor.pending is not None]
-        counts = [*(one.pending_rows for one in (*factors, *used)), self.terms]
+        counted: list[Factor | Orientation] = [*factors, *used]
+        counts = [*(one.pending_rows for one in counted), self.terms]
         labels = [block.key for block in self.registry if any(o.has_pending for o in block.orientations)]
-        moments, counts = sum_over_ranks(moments, counts, labels=labels, group=ranks)
-        for factor, moment in zip(factors, moments, strict=True):
+        summed, numbers = sum_over_ranks(moments, counts, labels=labels, group=ranks)
+        for factor, moment in zip(factors, summed, strict=True):
             factor.pending = moment
-        for one, rows in zip((*factors, *used), counts, strict=False):
+        for one, rows in zip(counted, numbers, strict=False):
             one.pending_rows = rows
-        return counts[-1]
+        return numbers[-1]
 
     def _loss_factor(self, step: int) -> float | Tensor:
         """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that

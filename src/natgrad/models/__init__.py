@@ -16,7 +16,7 @@ from torch import nn
 from natgrad.models.alexnet import AlexNet
 from natgrad.models.autoencoder import Autoencoder
 from natgrad.models.chunked_batch_norm import ChunkedBatchNorm2d
-from natgrad.models.convnet import cifar_convnet
+from natgrad.models.convnet import cifar_convnet, digits_convnet
 from natgrad.models.googlenet import GoogLeNet, GoogLeNetOutput
 from natgrad.models.gpt import GPT
 from natgrad.models.norm import Norm
@@ -50,8 +50,10 @@ __all__ = [
     "ResNet",
     "ViT",
     "build",
+    "builder",
     "cifar_convnet",
     "cifar_resnet",
+    "digits_convnet",
     "names",
     "resnet18",
     "resnet20",
@@ -70,6 +72,7 @@ _BUILDERS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "alexnet": AlexNet,
         "autoencoder": Autoencoder,
         "cifar_convnet": cifar_convnet,
+        "digits_convnet": digits_convnet,
         "googlenet": GoogLeNet,
         "gpt": GPT,
         "resnet18": resnet18,
@@ -93,13 +96,18 @@ def names() -> list[str]:
     return list(_BUILDERS)
 
 
+def builder(name: str) -> Callable[..., nn.Module]:
+    """The function or class that `build` calls."""
+    return _BUILDERS[choice("name", name, names())]
+
+
 def build(name: str, **options: Any) -> nn.Module:
     """The network of this name, with the options of its function or class."""
-    builder = _BUILDERS[choice("name", name, names())]
-    allowed = list(inspect.signature(builder).parameters)
+    make = builder(name)
+    allowed = list(inspect.signature(make).parameters)
     for option in options:
         if option not in allowed:
             near = difflib.get_close_matches(option, allowed, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise TypeError(f"{name} has no option {option!r}{hint}; it takes {', '.join(allowed)}")
-    return builder(**options)
+    return make(**options)

@@ -1,4 +1,4 @@
-"""The small convolutional network for CIFAR-10."""
+"""Small convolutional networks, for CIFAR-10 and for digits."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def cifar_convnet(*, num_classes: int = 10, norm: Norm | None = None) -> nn.Sequ
         norm_or_identity(norm, 64),
         nn.ReLU(),
         nn.AvgPool2d(3, stride=2, ceil_mode=True),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, num_classes),
+    )
+
+
+def digits_convnet(*, num_classes: int = 10) -> nn.Sequential:
+    """Two convolutions for images of 8×8 pixels in one channel: what trains in seconds on a CPU."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(64 * 4 * 4, num_classes),
     )

@@ -1,0 +1,5 @@
+"""``python -m natgrad`` is the command ``natgrad``."""
+
+from natgrad.cli import main
+
+main()

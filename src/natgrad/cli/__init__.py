@@ -1,0 +1,16 @@
+"""The command ``natgrad``."""
+
+from __future__ import annotations
+
+_NEEDED = ("rich", "tomli_w", "typer")
+
+
+def main() -> None:
+    """Runs the command line."""
+    try:
+        from natgrad.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name in _NEEDED:
+            raise SystemExit(f'the command natgrad needs {error.name}: pip install "natgrad[cli]"') from None
+        raise
+    app()

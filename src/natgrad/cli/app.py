@@ -1,0 +1,199 @@
+"""What ``natgrad`` takes on the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import tomli_w
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import natgrad
+from natgrad import recipes
+from natgrad.cli.display import choose
+from natgrad.data import DataError
+from natgrad.recipes import RecipeError
+from natgrad.training import ranks
+from natgrad.training.checkpoints import CheckpointError
+from natgrad.training.ranks import DeviceError
+from natgrad.training.run import RunError, new_folder, run
+from natgrad.training.trainer import DivergedError
+
+assert tomli_w  # imported here so that its absence is told at once
+
+app = typer.Typer(
+    help="Train neural networks with K-FAC, the Kronecker-factored natural gradient.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe's name, a TOML file, or the folder of a run.", metavar="RECIPE")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Any field of the recipe, such as kfac.damping=0.003.", metavar="[FIELD=VALUE]..."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: the GPU where there is one.")]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="The model in bfloat16, under autocast.")]
+Compile = Annotated[bool, typer.Option("--compile", help="The model compiled.")]
+ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images and convolutions channels-last.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = "digits",
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/RECIPE-TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
+    device: Device = None,
+    bf16: Bf16 = False,
+    compile: Compile = False,
+    channels_last: ChannelsLast = False,
+) -> None:
+    """Train a recipe: one process here, or under torchrun on as many as it starts.
+
+    Ctrl-C saves and stops; go on with `natgrad train FOLDER --resume`. Several GPUs:
+    `torchrun --nproc-per-node 4 -m natgrad train RECIPE`.
+    """
+    console = Console(highlight=False)
+    with errors_told():
+        name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
+        folder, resume = _folder(name, out, resume=resume)
+        if resume and (folder / "recipe.toml").is_file():
+            _refuse_another_recipe(name, folder)
+            name = str(folder)
+        plan = recipes.load(name, changes)
+        label = _label(name)
+        with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
+            finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
+    if finished.checkpoint is None:
+        raise typer.Exit(1)
+    if finished.reason != "finished":
+        raise typer.Exit(128 + signal.Signals[finished.reason])
+
+
+@app.command("recipes")
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this recipe's file.", metavar="[RECIPE]")] = None,
+) -> None:
+    """List the recipes that come with natgrad, or show one."""
+    console = Console(highlight=False)
+    with errors_told():
+        if name is not None:
+            typer.echo(recipes.source(name).read_text(encoding="utf-8"), nl=False)
+            return
+        table = Table("recipe", "what it trains", box=None, pad_edge=False, header_style="bold")
+        for one in recipes.names():
+            table.add_row(one, recipes.load(one).summary)
+        console.print(table)
+        console.print(
+            "\n[dim]natgrad recipes RECIPE shows its file; natgrad train RECIPE kfac.damping=0.003 changes it[/dim]"
+        )
+
+
+@app.command()
+def inspect(
+    recipe: RecipeArgument = "digits",
+    overrides: Overrides = None,
+    device: Device = None,
+    bf16: Bf16 = False,
+    compile: Compile = False,
+    channels_last: ChannelsLast = False,
+) -> None:
+    """Show what K-FAC does with a recipe's model, what it takes in memory, and what it costs on this machine."""
+    from natgrad.cli.inspect import inspect_recipe
+
+    console = Console(highlight=False)
+    with errors_told():
+        name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
+        with ranks.started(device) as these:
+            inspect_recipe(recipes.load(name, changes), name=_label(name), ranks=these, console=console)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"natgrad {natgrad.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Train neural networks with K-FAC, the Kronecker-factored natural gradient."""
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Mistakes of the user, and things that are missing, are told in words, without a traceback."""
+    try:
+        yield
+    except RecipeError as error:
+        _tell(error)
+        raise typer.Exit(2) from None
+    except (CheckpointError, DataError, DeviceError, DivergedError, RunError) as error:
+        _tell(error)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped at once: what was not saved is lost")
+        raise typer.Exit(130) from None
+
+
+def _tell(error: Exception) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    console.print(f"{rank}[bold red]error:[/bold red]", end=" ")
+    console.print(str(error), markup=False)
+
+
+def _given(
+    recipe: str, overrides: list[str] | None, *, bf16: bool, compile: bool, channels_last: bool
+) -> tuple[str, list[str]]:
+    """The recipe and its overrides; where the first word is an override, the recipe is the default one."""
+    changes = list(overrides or [])
+    if "=" in recipe and not Path(recipe).exists():
+        recipe, changes = "digits", [recipe, *changes]
+    flags = {
+        "training.precision=bf16": bf16,
+        "training.compile=true": compile,
+        "training.channels_last=true": channels_last,
+    }
+    return recipe, [*changes, *(override for override, wanted in flags.items() if wanted)]
+
+
+def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]:
+    is_run = Path(recipe).is_dir() and (Path(recipe) / "recipe.toml").is_file()
+    if out is not None:
+        return out, resume
+    if is_run:
+        if not resume:
+            raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
+        return Path(recipe), True
+    if resume:
+        raise RunError("--resume needs the folder of a run: natgrad train FOLDER --resume, or --out FOLDER")
+    return new_folder(_label(recipe)), False
+
+
+def _refuse_another_recipe(name: str, folder: Path) -> None:
+    """A run goes on with its own recipe; naming another one is a mistake that would be found out late."""
+    if recipes.source(name).resolve() == (folder / "recipe.toml").resolve():
+        return
+    mine, given = recipes.load(str(folder)), recipes.load(name)
+    if (mine.model, mine.data.kind) != (given.model, given.data.kind):
+        raise RunError(f"{folder} holds a run of another recipe ({mine.summary}): choose another --out")
+
+
+def _label(name: str) -> str:
+    path = Path(name)
+    if path.is_dir():
+        return path.name
+    return path.parent.name if path.name == "recipe.toml" else path.stem

@@ -1,0 +1,1 @@
+"""The training loop behind ``natgrad train``, and the folder of a run."""

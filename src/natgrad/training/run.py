@@ -1,0 +1,285 @@
+"""A run from beginning to end: its folder, its data, its trainer, and everybody who is told about it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from natgrad import data as data_package
+from natgrad.recipes import Recipe, to_toml
+from natgrad.training import environment
+from natgrad.training.checkpoints import Checkpoints
+from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
+from natgrad.training.files import remove_leftovers, write_text_atomically
+from natgrad.training.metrics_file import MetricsFile
+from natgrad.training.ranks import Ranks
+from natgrad.training.stop import Stop
+from natgrad.training.tensorboard import TensorBoard
+from natgrad.training.trainer import Trainer
+
+RECIPE, METRICS, ENVIRONMENT = "recipe.toml", "metrics.jsonl", "environment.json"
+
+
+class RunError(Exception):
+    """A run that cannot begin or go on, in words for its owner."""
+
+
+def new_folder(name: str, *, under: Path = Path("runs")) -> Path:
+    """A folder that does not exist yet, named after the recipe and the time."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (under / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    name: str,
+    ranks: Ranks,
+    listener: Listener,
+    resume: bool = False,
+) -> Finished:
+    """Trains a recipe and keeps everything about it in a folder; with `resume`, goes on from its last checkpoint."""
+    folder = Path(ranks.told(str(folder)))
+    _refuse_folder(folder, resume=resume)
+    with ExitStack() as stack:
+        stop = stack.enter_context(Stop(ranks).listening())
+        stack.enter_context(arithmetic(recipe))
+        everybody = Everybody([listener] if ranks.first else [])
+        stack.enter_context(warnings_told(everybody.warned))
+        place = data_package.Place(
+            device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=recipe.training.channels_last
+        )
+        data = data_package.load(
+            recipe.data, seed=recipe.training.seed, place=place, reconstruct=recipe.training.loss == "reconstruction"
+        )
+        stack.callback(data.close)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.training.keep)
+        trainer = Trainer(recipe, data, ranks=ranks, listener=everybody, checkpoints=checkpoints)
+        damaged = _go_on(trainer, checkpoints) if resume else []
+        if ranks.first:
+            _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)
+            stack.callback(everybody.add(TensorBoard, folder / "tensorboard", resume_from=trainer.step or None))
+            everybody.add(Recorder, folder / METRICS, resume_from=trainer.step or None)
+        everybody.started(_beginning(trainer, name=name, folder=folder))
+        for text in (*damaged, *data.notes):
+            everybody.warned(text)
+        trainer.train(stop)
+        finished = _end(trainer, stop, folder)
+        everybody.finished(finished)
+        return finished
+
+
+def _refuse_folder(folder: Path, *, resume: bool) -> None:
+    if (folder / RECIPE).exists() and not resume:
+        raise RunError(f"{folder} holds a run already: go on with --resume, or choose another --out")
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file: choose another --out for the results")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunError(f"the results cannot be written: no permission to write in {existing}; choose another --out")
+
+
+def _go_on(trainer: Trainer, checkpoints: Checkpoints) -> list[str]:
+    """Takes over the latest checkpoint that can be read; returns what is wrong with newer ones."""
+    loaded = checkpoints.latest(map_location=trainer.ranks.device)
+    if loaded is None:
+        return []
+    trainer.load_state_dict(loaded.state)
+    trainer.last_checkpoint = loaded.path
+    notes = [f"{text}; going on from {loaded.path.name} instead" for text in loaded.damaged]
+    if (before := loaded.state["ranks"]) != trainer.ranks.count:
+        notes.append(f"the checkpoint was written by {before} ranks, and now there are {trainer.ranks.count}")
+    return notes
+
+
+def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybody, *, resumed: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        write_text_atomically(folder / RECIPE, to_toml(recipe))
+        path = folder / ENVIRONMENT
+        before, now = environment.recorded(path), environment.describe(ranks.device, ranks.count)
+        environment.record(path, now)
+    except OSError as error:
+        raise RunError(f"the results cannot be written to {folder}: {error.strerror or error}") from error
+    if resumed and before:
+        for text in environment.changes(before[-1], now):
+            everybody.warned(f"this run may not go on bit for bit: {text}")
+
+
+def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:
+    device = trainer.ranks.device
+    return Started(
+        recipe=name,
+        folder=folder,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {_threads()}",
+        data=trainer.data.description,
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        epochs=trainer.recipe.training.epochs,
+        steps_per_epoch=trainer.steps_per_epoch,
+        total_steps=trainer.total_steps,
+        batch=trainer.recipe.training.batch,
+        ranks=trainer.ranks.count,
+        step=trainer.step,
+    )
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:
+    whole = trainer.step >= trainer.total_steps
+    saved = trainer.saved_at == trainer.step or trainer.save()
+    path = trainer.ranks.told(str(trainer.last_checkpoint or "") if saved else "")
+    return Finished(
+        step=trainer.step,
+        reason=stop.reason if stop.reason and not whole else "finished",
+        seconds=trainer.seconds,
+        folder=folder,
+        checkpoint=Path(path) if path else None,
+        best=trainer.best,
+    )
+
+
+@contextmanager
+def arithmetic(recipe: Recipe) -> Iterator[None]:
+    """torch's switches as the recipe wants them; as they were, afterwards."""
+    training = recipe.training
+    tf32 = training.precision == "tf32"
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic)
+    algorithms = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+        cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic = before
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+
+
+@contextmanager
+def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Python's warnings go where the run's own go, each once."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        text = str(message)
+        if text not in told:
+            told.add(text)
+            tell(text)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+class Everybody:
+    """Passes on what a run tells to all who listen."""
+
+    def __init__(self, listeners: Iterable[Listener]) -> None:
+        self._listeners = list(listeners)
+
+    def add(self, make: Callable[..., Any], path: Path, *, resume_from: int | None) -> Callable[[], None]:
+        """One more, which gets the run's warnings' place for its own; returns what closes it."""
+        listener = make(path, resume_from=resume_from, warn=self.warned)
+        self._listeners.append(listener)
+        close: Callable[[], None] = listener.close
+        return close
+
+    def started(self, event: Started) -> None:
+        """The run begins."""
+        for one in self._listeners:
+            one.started(event)
+
+    def stepped(self, step: int) -> None:
+        """After every step."""
+        for one in self._listeners:
+            one.stepped(step)
+
+    def progress(self, event: Progress) -> None:
+        """Every so many steps."""
+        for one in self._listeners:
+            one.progress(event)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """During an evaluation."""
+        for one in self._listeners:
+            one.evaluating(done, total)
+
+    def evaluated(self, event: Evaluated) -> None:
+        """After an evaluation."""
+        for one in self._listeners:
+            one.evaluated(event)
+
+    def saved(self, path: Path, step: int) -> None:
+        """A checkpoint is on disk."""
+        for one in self._listeners:
+            one.saved(path, step)
+
+    def warned(self, text: str) -> None:
+        """Something went wrong."""
+        for one in self._listeners:
+            one.warned(text)
+
+    def finished(self, event: Finished) -> None:
+        """Everything is saved."""
+        for one in self._listeners:
+            one.finished(event)
+
+
+class Recorder:
+    """Writes what a run tells into its metrics.jsonl."""
+
+    def __init__(self, path: Path, *, resume_from: int | None, warn: Callable[[str], None]) -> None:
+        self._file = MetricsFile(path, resume_from=resume_from, warn=warn)
+        self._step = resume_from or 0
+
+    def started(self, event: Started) -> None:
+        """What the run is."""
+        if not event.resumed:
+            self._file.write("start", **{**asdict(event), "folder": str(event.folder)})
+
+    def stepped(self, step: int) -> None:
+        """Remembers where the run is, for warnings."""
+        self._step = step
+
+    def progress(self, event: Progress) -> None:
+        """Means over some training steps."""
+        self._file.write("train", **asdict(event))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Not written."""
+
+    def evaluated(self, event: Evaluated) -> None:
+        """The test cases."""
+        self._file.write("test", **asdict(event))
+
+    def saved(self, path: Path, step: int) -> None:
+        """Not written: the checkpoint is there."""
+
+    def warned(self, text: str) -> None:
+        """What went wrong."""
+        self._file.write("warning", step=self._step, text=text)
+
+    def finished(self, event: Finished) -> None:
+        """How it ended."""
+        self._file.write("end", step=event.step, reason=event.reason, seconds=event.seconds)
+
+    def close(self) -> None:
+        """Every line is written already."""

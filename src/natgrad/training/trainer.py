@@ -1,0 +1,397 @@
+"""The training loop: steps, evaluations, checkpoints, and telling how it goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad.averaging import PolyakAverage
+from natgrad.clock import Clock
+from natgrad.data import Data
+from natgrad.foreach import all_finite
+from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, learning_rate
+from natgrad.recipes.schema import Recipe
+from natgrad.training.checkpoints import CheckpointError, Checkpoints
+from natgrad.training.events import PARTS, Evaluated, Listener, Progress
+from natgrad.training.ranks import Ranks
+from natgrad.training.stop import Stop
+from natgrad.training.tally import Reading, Tally
+
+_TOP5_FROM = 100  # classes; with fewer, five guesses say little
+
+
+class DivergedError(RuntimeError):
+    """The weights are no numbers any more."""
+
+
+class Trainer:
+    """A recipe's model and data, and where training stands. `step` counts optimizer steps from the beginning.
+
+    Everything random in a step follows from (seed, step, rank), and the order and augmentation of the data from (seed,
+    epoch, case): a checkpoint needs no state of random generators, and a run that goes on from one is the same run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Data,
+        *,
+        ranks: Ranks,
+        listener: Listener,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        training = recipe.training
+        self.recipe, self.data, self.ranks, self.listener = recipe, data, ranks, listener
+        self.checkpoints = checkpoints
+        self.steps_per_epoch = data.train.steps(training.batch)
+        whole = training.epochs * self.steps_per_epoch
+        self.total_steps = whole if training.steps is None else min(whole, training.steps)
+        self.classifies = training.loss == "cross-entropy"
+        self.top5 = self.classifies and (data.classes or 0) >= _TOP5_FROM
+
+        torch.manual_seed(training.seed)
+        self.model = build_model(recipe.model, classes=data.classes).to(ranks.device)
+        if training.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._refuse_misfit()
+        self.running: nn.Module = self.model  # with its wrappers
+        if ranks.count > 1:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self.running = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
+        if training.compile:
+            self.running = torch.compile(self.running)  # type: ignore[assignment]
+        self.optimizer = build_optimizer(recipe, self.model, ranks=ranks.count, steps_per_epoch=self.steps_per_epoch)
+        self.rate = learning_rate(recipe, ranks=ranks.count, steps_per_epoch=self.steps_per_epoch)
+        self.clock = Clock(ranks.device)
+        self.kfac = None
+        if recipe.kfac.enabled:
+            self.kfac = build_kfac(recipe, self.running, steps_per_epoch=self.steps_per_epoch)
+            self.kfac.attach(self.optimizer)
+            self.kfac.clock = self.clock
+        self.adapts = recipe.kfac.enabled and recipe.kfac.damping == "adaptive"
+        self.average = None
+        if training.polyak is not None:
+            self.average = PolyakAverage(self.model, decay=training.polyak).attach(self.optimizer)
+
+        self.step = 0
+        self.best: Evaluated | None = None
+        self.last_checkpoint: Path | None = None
+        self.saved_at: int | None = None  # the step of the last checkpoint
+        self._evaluated_at = 0
+        self._seconds = 0.0  # of training, up to the last pause
+        self._since: float | None = None
+        self._began = (0, time.perf_counter())
+        self._saved_at = time.perf_counter()
+        self._tally = Tally(ranks.device, accuracy=self.classifies)
+        self._reading: tuple[int, float, Reading] | None = None
+
+    # The loop
+
+    def train(self, stop: Stop) -> None:
+        """Runs until the end, or until somebody asks to stop; evaluates and saves on the way."""
+        training = self.recipe.training
+        evaluate_every = max(1, round(training.evaluate_every * self.steps_per_epoch))
+        self._began = (self.step, time.perf_counter())
+        if self._is_due(evaluate_every) and self.step > self._evaluated_at and not self.evaluate(stop):
+            return
+        self.running.train()
+        while self.step < self.total_steps:
+            for inputs, targets in self._batches():
+                self.one_step(inputs, targets)
+                self._tell(training.log_every)
+                if stop.requested():
+                    self.clock.switch(None)
+                    return
+                if self._is_due(evaluate_every):
+                    self.clock.switch(None)
+                    if not self.evaluate(stop):
+                        return
+                elif self._minutes_since_checkpoint() >= training.checkpoint_every:
+                    self.save()
+                if self.step >= self.total_steps:
+                    break
+        self._finish_reading()
+
+    def _is_due(self, every: int) -> bool:
+        return self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rest of the present epoch, with the time that it takes marked as the data's."""
+        epoch, start = divmod(self.step, self.steps_per_epoch)
+        self.clock.switch("data")
+        batches = self.data.train.epoch(epoch, batch=self.recipe.training.batch, start=start)
+        for pair in batches:
+            self.clock.switch("model")
+            yield pair
+            self.clock.switch("data")
+        self.clock.switch(None)
+
+    def one_step(self, inputs: Tensor, targets: Tensor) -> None:
+        """Forward, backward, optimizer."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        seed_step(self.recipe.training.seed, self.step, self.ranks)
+        rate = self.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        output, loss = self._loss(self.running, inputs, targets)
+        loss.backward()
+        if self.adapts and self.kfac is not None:
+            self.kfac.objective = lambda: self._loss(self.running, inputs, targets)[1]
+        self.optimizer.step()
+        self._tally.add(loss, output, targets)
+        self.step += 1
+        self.listener.stepped(self.step)
+
+    def _loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        training = self.recipe.training
+        with autocast(training.precision, self.ranks.device):
+            output = model(inputs)
+            logits = output if isinstance(output, Tensor) else output[0]  # a GoogLeNet's heads come after
+            if self.classifies:
+                loss = functional.cross_entropy(
+                    logits.flatten(0, -2), targets.flatten(), label_smoothing=training.label_smoothing
+                )
+            else:
+                loss = functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(targets)
+        return logits, loss
+
+    # Telling
+
+    def _tell(self, every: int) -> None:
+        if self._reading is not None and self._reading[2].arrived():
+            self._finish_reading()
+        if self.step % every == 0 or self.step == self.total_steps:
+            self._finish_reading()
+            clip = None if self.kfac is None else self.kfac.clip
+            numbers = self._tally.sums()
+            if clip is not None:
+                last = torch.stack([clip.predicted_kl, clip.factor]).to(numbers)
+                numbers = torch.cat([numbers, last])
+            self._reading = (self.step, self.optimizer.param_groups[0]["lr"], Reading(numbers))
+            if self._reading[2].arrived():
+                self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        """Tells what the numbers say that were asked for some steps ago."""
+        if self._reading is None:
+            return
+        step, rate, reading = self._reading
+        self._reading = None
+        loss, correct, _, predictions, weight, *clip = reading.values()
+        seconds, times = self.clock.take()
+        steps = max(1, times.get("data", 0))
+        parts = {part: seconds.get(part, 0.0) / steps for part in PARTS if self.kfac is not None or part in PARTS[:2]}
+        each = sum(parts.values())
+        began_at, began = self._began
+        pace = (time.perf_counter() - began) / max(1, step - began_at)
+        mean = loss / max(weight, 1.0)
+        self.listener.progress(
+            Progress(
+                step=step,
+                epoch=step / self.steps_per_epoch,
+                loss=mean,
+                accuracy=correct / predictions if predictions else None,
+                lr=rate,
+                damping=None if self.kfac is None else self.kfac.damping,
+                predicted_kl=clip[0] if clip else None,
+                clip_factor=clip[1] if clip else None,
+                parts=parts,
+                step_seconds=each,
+                cases_per_second=self.recipe.training.batch * self.ranks.count / each if each else 0.0,
+                seconds=self.seconds,
+                remaining=pace * (self.total_steps - step),
+            )
+        )
+        if not math.isfinite(mean):
+            self.listener.warned(f"the training loss is {mean} at step {step}")
+        for path in self.data.damaged_seen():
+            self.listener.warned(f"skipped {path}")
+
+    @property
+    def seconds(self) -> float:
+        """Spent on training steps since the beginning of the run, checkpoints and evaluations left out."""
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Time inside is not training's."""
+        self._synchronise()
+        self._seconds, self._since = self.seconds, None
+        self.clock.switch(None)
+        yield
+
+    def _synchronise(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+
+    # Evaluation
+
+    def evaluate(self, stop: Stop) -> bool:
+        """Sees all test cases once and saves; False where somebody asked to stop in the middle of it."""
+        self._finish_reading()
+        with self._paused():
+            began = time.perf_counter()
+            sums = self._sums_of_test(stop)
+            if sums is None:
+                return False
+            loss, correct, in_five, predictions, weight = self.ranks.sum(sums).tolist()
+            accuracy = correct / predictions if predictions else None
+            mean = loss / weight if weight else math.nan
+            event = Evaluated(
+                step=self.step,
+                epoch=self.step / self.steps_per_epoch,
+                loss=mean,
+                accuracy=accuracy,
+                top5=in_five / predictions if predictions and self.top5 else None,
+                cases=round(weight),
+                seconds=time.perf_counter() - began,
+                best=_is_better(mean, accuracy, self.best),
+            )
+            self._evaluated_at = self.step
+            if event.best:
+                self.best = event
+            self.listener.evaluated(event)
+            self.save(best=event.best)
+        return True
+
+    def _sums_of_test(self, stop: Stop) -> Tensor | None:
+        tally = Tally(self.ranks.device, accuracy=self.classifies, top5=self.top5)
+        test, size = self.data.test, self.recipe.training.test_batch
+        # As many on every rank, so that all ask equally often whether to stop.
+        total = math.ceil(math.ceil(test.cases / self.ranks.count) / size)
+        batches = test.once(batch=size)
+        applied: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.applied()
+        with applied, torch.no_grad():
+            self._share_buffers()
+            self.model.eval()
+            for done in range(total):
+                self.listener.evaluating(done, total)
+                if (pair := next(batches, None)) is not None:
+                    output, loss = self._loss(self.model, *pair)
+                    tally.add(loss, output, pair[1], weight=len(pair[0]))
+                if stop.requested():
+                    return None
+        self.running.train()
+        return tally.sums()
+
+    def _share_buffers(self) -> None:
+        """Running statistics differ between ranks, each of which has seen other cases: the first rank's are used."""
+        if self.ranks.count > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    # Checkpoints
+
+    def _minutes_since_checkpoint(self) -> float:
+        return (time.perf_counter() - self._saved_at) / 60
+
+    def save(self, *, best: bool = False) -> bool:
+        """Writes a checkpoint, on the first rank. One that cannot be written is warned about: the next may succeed."""
+        if self.checkpoints is None or not self.ranks.first:
+            return True
+        with self._paused():
+            self._saved_at = time.perf_counter()
+            finite = all_finite([p.detach() for p in self.model.parameters()])
+            if finite is not None and not bool(finite):
+                where = "" if self.last_checkpoint is None else f"; the last good checkpoint is {self.last_checkpoint}"
+                raise DivergedError(
+                    f"the weights are not finite after step {self.step}: nothing is saved{where}. Try a smaller "
+                    "optimizer.lr, or a larger kfac.damping"
+                )
+            try:
+                path = self.checkpoints.save(self.state_dict(), step=self.step)
+                if best:
+                    self.checkpoints.mark_best(path)
+            except CheckpointError as error:
+                self.listener.warned(str(error))
+                return False
+        self.last_checkpoint, self.saved_at = path, self.step
+        self.listener.saved(path, self.step)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that going on needs; loads with ``weights_only=True``."""
+        return {
+            "step": self.step,
+            "evaluated_at": self._evaluated_at,
+            "seconds": self.seconds,
+            "best": None if self.best is None else asdict(self.best),
+            "ranks": self.ranks.count,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "kfac": None if self.kfac is None else self.kfac.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint of the same recipe."""
+        for what, present in (("kfac", self.kfac), ("average", self.average)):
+            if (state[what] is None) != (present is None):
+                has = "has none" if state[what] is None else "has one"
+                raise CheckpointError(f"the recipe and the checkpoint do not fit: the checkpoint {has} of {what!r}")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.kfac is not None:
+                self.kfac.load_state_dict(state["kfac"])
+            if self.average is not None:
+                self.average.load_state_dict(state["average"])
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint does not fit the recipe: {error}") from error
+        self.step = self.saved_at = state["step"]
+        self._evaluated_at = state["evaluated_at"]
+        self._seconds = state["seconds"]
+        self.best = None if state["best"] is None else Evaluated(**state["best"])
+
+    def _refuse_misfit(self) -> None:
+        """Shows the network one case in evaluation mode, so that a misfit of model and data is told at once."""
+        kind = torch.long if self.recipe.data.kind == "text" else torch.float32
+        example = torch.zeros((2, *self.data.shape), dtype=kind, device=self.ranks.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                output = self.model(example)
+        except Exception as error:
+            raise ValueError(f"the model does not take the data's cases of shape {self.data.shape}: {error}") from error
+        logits = output if isinstance(output, Tensor) else output[0]
+        if self.classifies and logits.shape[-1] < (self.data.classes or 0):
+            raise ValueError(f"the data has {self.data.classes} classes, and the model only {logits.shape[-1]} outputs")
+        if not self.classifies and logits[0].numel() != math.prod(self.data.shape):
+            raise ValueError(
+                f"the model gives {logits[0].numel()} outputs for the {math.prod(self.data.shape)} pixels of a case"
+            )
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 where the recipe asks for it."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def seed_step(seed: int, step: int, ranks: Ranks) -> None:
+    """Makes everything random in a step follow from its number, dropout and sampled targets included."""
+    number = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + ranks.rank * 0x94D049BB133111EB) % 2**63
+    torch.default_generator.manual_seed(number)
+    if ranks.device.type == "cuda":
+        torch.cuda.default_generators[ranks.device.index].manual_seed(number)
+
+
+def _is_better(loss: float, accuracy: float | None, best: Evaluated | None) -> bool:
+    if not math.isfinite(loss):
+        return False
+    if best is None:
+        return True
+    if accuracy is not None and best.accuracy is not None:
+        return (accuracy, -loss) > (best.accuracy, -best.loss)
+    return loss < best.loss
