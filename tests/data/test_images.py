@@ -133,6 +133,23 @@ def test_workers_do_not_change_anything_and_live_on(shared: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_go_on_one_after_the_other_or_not(shared: Path, workers: int) -> None:
+    found = load(shared, workers=workers)
+    once = {number: list(load(shared).train.epoch(number, batch=4)) for number in range(4)}
+    for number in (0, 1, 3, 3, 2):  # what the workers have begun is used where it is right, and dropped where not
+        assert same(list(found.train.epoch(number, batch=4)), once[number])
+    assert same(list(found.train.epoch(3, batch=5)), list(load(shared).train.epoch(3, batch=5)))
+    list(found.train.epoch(0, batch=4))
+    assert same(list(found.train.epoch(1, batch=4, start=2)), once[1][2:])
+    list(found.train.epoch(0, batch=4))
+    assert len(list(found.test.once(batch=3))) == 3  # an evaluation in between
+    assert same(list(found.train.epoch(1, batch=4)), once[1])
+    found.close()
+    assert same(list(found.train.epoch(2, batch=4)), once[2])
+    found.close()
+
+
 def test_a_worker_that_dies_is_told_and_replaced(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead:
         def __iter__(self) -> Iterator[Any]:

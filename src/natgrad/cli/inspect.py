@@ -52,7 +52,7 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
             inv_update_epochs=None,
         )
         trainer = Trainer(
-            dataclasses.replace(recipe, kfac=often), data, ranks=ranks, listener=_Silence(), checkpoints=None
+            dataclasses.replace(recipe, kfac=often), data, ranks=ranks, listener=Silence(), checkpoints=None
         )
         steps = _measured(trainer, console)
     assert trainer.kfac is not None
@@ -196,7 +196,7 @@ def _table(*names: str) -> Table:
     return table
 
 
-class _Silence:
+class Silence:
     """Listens and says nothing."""
 
     def started(self, event: Started) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections import deque
@@ -87,6 +88,8 @@ class ImageFiles:
         self._loader: DataLoader[Answer] | None = None
         self._stream = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None
         self._turn = 0
+        # Of which epoch and batch size the workers have begun to decode, after a whole epoch has been served.
+        self._begun: tuple[int, int, Iterator[Answer]] | None = None
 
     def steps(self, batch: int) -> int:
         """Whole steps of an epoch."""
@@ -94,8 +97,11 @@ class ImageFiles:
 
     def epoch(self, number: int, *, batch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's training batches from step `start` on. What is left of an epoch before it is dropped."""
-        order = rank_order(self.cases, seed=self._seed, epoch=number, batch=batch, start=start, place=self._place)
-        return self._batches(number, order.unbind(), batch)
+        order = self._order(number, batch, start)
+        return self._batches(number, order.unbind(), batch, first=start == 0)
+
+    def _order(self, number: int, batch: int, start: int = 0) -> Tensor:
+        return rank_order(self.cases, seed=self._seed, epoch=number, batch=batch, start=start, place=self._place)
 
     def once(self, *, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's cases, in order and from the centre, without those that are damaged."""
@@ -112,15 +118,17 @@ class ImageFiles:
         """Ends the workers. Harmless twice; the next epoch starts new ones."""
         self._turn += 1
         iterator = getattr(self._loader, "_iterator", None)
-        self._loader = None
+        self._loader = self._begun = None
         if iterator is not None:
             iterator._shutdown_workers()  # what its finaliser does, but now
 
-    def _batches(self, epoch: int | None, rows: tuple[Tensor, ...], batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(
+        self, epoch: int | None, rows: tuple[Tensor, ...], batch: int, *, first: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         self._turn += 1
         turn = self._turn
         waiting: deque[_Sent] = deque()
-        for answers in self._answers(epoch, rows, batch):
+        for answers in self._answers(epoch, rows, batch, first=first):
             if any(len(labels) for _, labels, *_ in answers):
                 waiting.append(self._send(answers, flip=self._flip and epoch is not None))
             while len(waiting) > (self._stream is not None):
@@ -135,15 +143,25 @@ class ImageFiles:
         if self._turn != turn:
             raise RuntimeError("this epoch was left: another one of the same split was begun, or the split was closed")
 
-    def _answers(self, epoch: int | None, rows: tuple[Tensor, ...], batch: int) -> Iterator[list[Answer]]:
-        """The parts of each batch, as workers decode them."""
-        self._plan.requests = ((epoch, part.tolist()) for row in rows for part in row.split(PART))
-        if self._loader is None:
-            self._loader = self._started(batch)
+    def _answers(
+        self, epoch: int | None, rows: tuple[Tensor, ...], batch: int, *, first: bool
+    ) -> Iterator[list[Answer]]:
+        """The parts of each batch, as workers decode them. At the end of a training epoch they go on with the next
+        one, which then begins without a wait.
+        """
+        begun, self._begun = self._begun, None
         try:
-            parts = iter(self._loader)
+            if begun is not None and first and begun[:2] == (epoch, batch):
+                parts = begun[2]
+            else:
+                self._plan.requests = self._requests(epoch, rows, batch)
+                if self._loader is None:
+                    self._loader = self._started(batch)
+                parts = iter(self._loader)
             for row in rows:
                 yield [self._checked(next(parts)) for _ in row.split(PART)]
+            if epoch is not None:
+                self._begun = (epoch + 1, batch, parts)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -152,6 +170,12 @@ class ImageFiles:
                 f"a process that decodes images ended: {str(error).splitlines()[0]} "
                 "(out of memory? try fewer data.workers, or give the machine more shared memory, /dev/shm)"
             ) from error
+
+    def _requests(self, epoch: int | None, rows: tuple[Tensor, ...], batch: int) -> Iterator[Request]:
+        """This epoch's, and for training those of all that follow."""
+        yield from ((epoch, part.tolist()) for row in rows for part in row.split(PART))
+        for number in itertools.count(epoch + 1) if epoch is not None else ():
+            yield from ((number, part.tolist()) for row in self._order(number, batch) for part in row.split(PART))
 
     def _started(self, batch: int) -> DataLoader[Answer]:
         many: dict[str, Any] = {}

@@ -106,8 +106,8 @@ def _images(options: DataOptions, notes: Notes, *, seed: int, place: Place, reco
         labels=found.classes,
         shape=(3, options.size, options.size),
         description=f"{root.name}: {train.cases:,} training and {test.cases:,} test images{apart} of "
-        f"{len(found.classes):,} class{'es' if len(found.classes) > 1 else ''} at {options.size}×{options.size}, decoded by "
-        f"{train.workers or 'no'} worker{'' if train.workers == 1 else 's'}{in_words(side, place.device)}",
+        f"{len(found.classes):,} class{'es' if len(found.classes) > 1 else ''} at {options.size}×{options.size}, "
+        f"decoded by {train.workers or 'no'} worker{'' if train.workers == 1 else 's'}{in_words(side, place.device)}",
         notes=tuple(notes.taken),
         damaged=damaged,
     )

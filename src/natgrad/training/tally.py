@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 _HELD = 2**19  # elements of outputs kept for later: a few launches for many small steps instead of a few for each
+_LARGE, _EVERY = 2**18, 8  # of outputs larger than this, only those of every eighth step are looked at
 
 
 class Tally:
-    """Adds up loss, correct predictions (also among the best five) and cases."""
+    """Adds up loss, correct predictions (also among the best five) and predictions. Without `all`, the accuracy of
+    large outputs is that of every eighth batch.
+    """
 
-    def __init__(self, device: torch.device, *, accuracy: bool, top5: bool = False) -> None:
+    def __init__(self, device: torch.device, *, accuracy: bool, top5: bool = False, all: bool = True) -> None:
+        self._all = all
         self._device = device
         self._accuracy, self._top5 = accuracy, top5
         self._reset()
@@ -23,6 +27,7 @@ class Tally:
         self._weights: list[float] = []
         self._outputs: list[tuple[Tensor, Tensor]] = []
         self._held = 0
+        self._skipped = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, correct, in five, predictions
         self._total = 0.0
 
@@ -31,11 +36,12 @@ class Tally:
         """Takes in a batch; its loss counts `weight` times. Mostly it is only put aside."""
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        if self._accuracy:
+        if self._accuracy and (self._all or output.numel() <= _LARGE or self._skipped % _EVERY == 0):
             self._outputs.append((output.detach(), target))
             self._held += output.numel()
             if self._held > _HELD:
                 self._count()
+        self._skipped += 1
 
     def _count(self) -> None:
         if not self._outputs:

@@ -92,7 +92,7 @@ class Trainer:
         self._since: float | None = None
         self._began = (0, time.perf_counter())
         self._saved_at = time.perf_counter()
-        self._tally = Tally(ranks.device, accuracy=self.classifies)
+        self._tally = Tally(ranks.device, accuracy=self.classifies, all=False)
         self._reading: tuple[int, float, Reading] | None = None
 
     # The loop
@@ -104,23 +104,27 @@ class Trainer:
         self._began = (self.step, time.perf_counter())
         if self._is_due(evaluate_every) and self.step > self._evaluated_at and not self.evaluate(stop):
             return
+        for _ in self.steps():
+            if stop.requested():
+                break
+            if self._is_due(evaluate_every):
+                if not self.evaluate(stop):
+                    break
+            elif self._minutes_since_checkpoint() >= training.checkpoint_every:
+                self.save()
+        self.clock.switch(None)
+        self._finish_reading()
+
+    def steps(self) -> Iterator[None]:
+        """Takes one step after the other, up to the last, and tells how they go."""
         self.running.train()
         while self.step < self.total_steps:
             for inputs, targets in self._batches():
                 self.one_step(inputs, targets)
-                self._tell(training.log_every)
-                if stop.requested():
-                    self.clock.switch(None)
-                    return
-                if self._is_due(evaluate_every):
-                    self.clock.switch(None)
-                    if not self.evaluate(stop):
-                        return
-                elif self._minutes_since_checkpoint() >= training.checkpoint_every:
-                    self.save()
+                self._tell(self.recipe.training.log_every)
+                yield
                 if self.step >= self.total_steps:
                     break
-        self._finish_reading()
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
