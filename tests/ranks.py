@@ -18,9 +18,8 @@ def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: f
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     store = folder / f"store-{ranks}"
-    processes = [
-        context.Process(target=_rank, args=(queue, function, str(store), rank, ranks, arguments)) for rank in range(ranks)
-    ]
+    common = (queue, function, str(store), ranks, arguments)
+    processes = [context.Process(target=_rank, args=(rank, *common)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
@@ -35,7 +34,7 @@ def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: f
     return [answers[rank][1] for rank in range(ranks)]
 
 
-def _rank(queue, function, store: str, rank: int, ranks: int, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, queue, function, store: str, ranks: int, arguments: tuple[Any, ...]) -> None:
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)

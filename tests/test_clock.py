@@ -66,7 +66,7 @@ def test_an_inner_part_gives_time_back_to_the_outer_one(hand: Hand) -> None:
 def test_an_error_inside_gives_time_back_too(hand: Hand) -> None:
     clock = Clock()
     clock.switch("model")
-    with pytest.raises(ZeroDivisionError), clock.part("solve"):
+    with pytest.raises(ZeroDivisionError), clock.part("solve"):  # noqa: PT012
         hand.move(1)
         raise ZeroDivisionError
     hand.move(2)

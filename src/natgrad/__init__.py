@@ -23,6 +23,7 @@ Vocabulary
 
 from natgrad import models, optim, schedules
 from natgrad.averaging import PolyakAverage
+from natgrad.clock import Clock
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.precondition.buffers import Grafting
@@ -36,6 +37,7 @@ __all__ = [
     "AdaptiveDamping",
     "Bernoulli",
     "Categorical",
+    "Clock",
     "Gaussian",
     "Grafting",
     "NatgradWarning",

@@ -532,7 +532,7 @@ class KFAC:
 
     @property
     def clock(self) -> Clock:
-        """Where the time of steps goes: set it to a `natgrad.clock.Clock` of the model's device to find out."""
+        """Where the time of steps goes: set it to a `natgrad.Clock` of the model's device to find out."""
         return self._window.clock
 
     @clock.setter

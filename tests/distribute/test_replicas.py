@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional
 
 from natgrad import KFAC, NatgradWarning
+from ranks import run_on_ranks
 
 CASES, STEPS = 12, 4
 

@@ -26,7 +26,7 @@ class Plain:
         self._every = every
         self._clock = clock
         self._beginning = clock()
-        self._next_progress = -float("inf")
+        self._next_progress = self._next_saved = -float("inf")
         self._epochs = 0
         self._total = 0
 
@@ -95,8 +95,11 @@ class Plain:
         self._write("  ".join(words))
 
     def saved(self, path: Path, step: int) -> None:
-        """Where the checkpoint is."""
-        self._write(f"saved step {step}  {path}")
+        """Where the checkpoint is; one line every so often, like progress."""
+        now = self._clock()
+        if now >= self._next_saved:
+            self._next_saved = now + self._every
+            self._write(f"saved step {step}  {path}")
 
     def warned(self, text: str) -> None:
         """On one line, whatever it was on."""
