@@ -194,7 +194,6 @@ def test_resume_begins_where_there_is_nothing_yet() -> None:
     assert [line["step"] for line in lines("run") if line["kind"] == "train"] == [1, 2, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="holds a run of another recipe: compared without the overrides")
 def test_the_same_command_with_resume_goes_on() -> None:
     command = ("train", "digits", *SHORT, "model.num_classes=12", "--out", "run")
     natgrad_says(*command)
@@ -219,7 +218,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
     assert "does not fit the recipe" in error("train", "run", "model.num_classes=12", "--resume", code=1)
 
 
-@pytest.mark.xfail(strict=True, reason="the folder is runs/-TIME, and the run has no name")
 def test_a_recipe_of_the_present_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     natgrad_says("train", "digits", *SHORT, "--out", "run")
     monkeypatch.chdir(tmp_path / "run")
@@ -227,7 +225,6 @@ def test_a_recipe_of_the_present_folder_has_its_name(tmp_path: Path, monkeypatch
     assert next(Path("runs").iterdir()).name.startswith("run-")
 
 
-@pytest.mark.xfail(strict=True, reason="the folder is taken, without a word")
 def test_a_recipe_comes_before_a_folder_of_the_same_name() -> None:
     natgrad_says("train", "digits", *SHORT, "kfac.damping=0.5", "--out", "digits")
     natgrad_says("train", "digits", *SHORT, "--out", "again")
@@ -288,7 +285,6 @@ def test_a_batch_larger_than_the_data() -> None:
         pytest.param(
             "file/run",
             "file is a file: choose another --out for the results",
-            marks=pytest.mark.xfail(strict=True, reason="it says: no permission to write"),
         ),
     ],
 )
@@ -313,7 +309,6 @@ def test_devices_that_are_not_there(device: str, text: str) -> None:
     assert error("train", "digits", "--device", device, code=1) == text
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="a ValueError with its traceback")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

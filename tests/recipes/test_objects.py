@@ -83,7 +83,6 @@ def test_networks_that_cannot_be(overrides: list[str], text: str) -> None:
     assert text in refusal(*overrides)
 
 
-@pytest.mark.xfail(strict=True, raises=(RuntimeError, ZeroDivisionError), reason="not a RecipeError")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -97,7 +96,6 @@ def test_impossible_numbers_of_a_network(overrides: list[str]) -> None:
     assert refusal(*overrides).startswith("model: ")
 
 
-@pytest.mark.xfail(strict=True, reason="the message is that of torch or Python, without the option's name")
 @pytest.mark.parametrize(
     ("overrides", "option"),
     [
@@ -150,18 +148,15 @@ def test_what_cannot_be_imported(path: str, text: str) -> None:
     assert str(refused.value).startswith(f"model.name={path!r} {text}")
 
 
-@pytest.mark.xfail(strict=True, reason="found out only after the data is loaded")
 @pytest.mark.parametrize("path", [path for path, _ in BAD_PATHS])
 def test_a_network_that_cannot_be_imported_is_told_at_once(path: str) -> None:
     assert "cannot be imported" in refusal(f"model.name={path}")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the 'package' argument is required ...")
 def test_relative_imports() -> None:
     assert "cannot be imported" in refusal("optimizer.name=..here:x")
 
 
-@pytest.mark.xfail(strict=True, raises=(SyntaxError, RuntimeError), reason="the file's own exception, as a traceback")
 @pytest.mark.parametrize("text", ["def", "raise RuntimeError('no licence')"])
 def test_a_file_that_fails_on_import(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken.py").write_text(text)
@@ -206,7 +201,6 @@ def test_optimizers_that_cannot_be(overrides: list[str], text: str) -> None:
     assert text in refusal(*overrides)
 
 
-@pytest.mark.xfail(strict=True, raises=(IndexError, RuntimeError), reason="not a RecipeError")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -218,7 +212,6 @@ def test_impossible_options_of_an_optimizer(overrides: list[str]) -> None:
     assert refusal(*overrides).startswith("optimizer 'adam")
 
 
-@pytest.mark.xfail(strict=True, reason="training ends at its first step with a traceback")
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_cannot_take_a_step_of_this_kind(name: str) -> None:
     assert name in refusal(f"optimizer.name=torch.optim:{name}")
@@ -281,34 +274,28 @@ def test_schedules_that_cannot_be(field: str, table: str, text: str) -> None:
     assert field + text in refusal(f"{field}={table}")
 
 
-@pytest.mark.xfail(strict=True, reason="kfac: kfac.damping: ...")
 def test_kfacs_schedules_are_named_once() -> None:
     assert refusal("kfac.damping={schedule='steps'}").startswith("kfac.damping")
 
 
-@pytest.mark.xfail(strict=True, reason="unhashable type, for optimizer.lr as a TypeError")
 @pytest.mark.parametrize("field", ["optimizer.lr", "kfac.damping"])
 @pytest.mark.parametrize("kind", ["['steps']", "{a=1}"])
 def test_a_kind_of_schedule_is_a_word(field: str, kind: str) -> None:
     assert "must be one of 'constant'" in refusal(f"{field}={{schedule={kind}, value=1}}")
 
 
-@pytest.mark.xfail(strict=True, reason="no nearest word")
 def test_an_unknown_kind_of_schedule_is_told_the_nearest_one() -> None:
     assert "(did you mean 'cosine'?)" in refusal("optimizer.lr={schedule='cosin', value=1}")
 
 
-@pytest.mark.xfail(strict=True, reason="it has no effect, without a word")
 def test_a_start_of_no_warmup() -> None:
     assert "warmup" in refusal("optimizer.lr={schedule='constant', value=1, warmup_start=0.5}")
 
 
-@pytest.mark.xfail(strict=True, reason="the error names `over`, which is no key of it")
 def test_a_warmup_that_cannot_be_is_named() -> None:
     assert "warmup: " in refusal("kfac.damping={schedule='constant',value=1,warmup=0}")
 
 
-@pytest.mark.xfail(strict=True, reason="bounds are those of numbers only; training ends at that step with a traceback")
 @pytest.mark.parametrize(
     ("field", "table"),
     [
@@ -385,7 +372,6 @@ def test_an_interval_is_in_steps_or_in_epochs(what: str) -> None:
     assert refusal(f"kfac.{what}_steps=3", f"kfac.{what}_epochs=0.5") == text
 
 
-@pytest.mark.xfail(strict=True, reason="found out only after the data is loaded")
 @pytest.mark.parametrize("value", ["{'*' = 'both'}", "{'*' = 1}"])
 def test_the_words_of_a_sharing_table(value: str) -> None:
     assert "sharing" in refusal(f"kfac.sharing={value}")
@@ -450,7 +436,6 @@ ANYTHING = st.one_of(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="the exceptions of the tests above that are no RecipeErrors")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ANYTHING, min_size=1, max_size=3))
 def test_anything_is_a_recipe_or_refused_in_words(changes: list[tuple[str, str]]) -> None:

@@ -69,8 +69,8 @@ def train(
         name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
         folder, resume = _folder(name, out, resume=resume)
         if resume and (folder / "recipe.toml").is_file():
-            _refuse_another_recipe(name, folder)
-            name = str(folder)
+            _refuse_another_recipe(name, changes, folder)
+            name = str(folder / "recipe.toml")
         plan = recipes.load(name, changes)
         label = _label(name)
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
@@ -171,7 +171,7 @@ def _given(
 
 
 def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]:
-    is_run = Path(recipe).is_dir() and (Path(recipe) / "recipe.toml").is_file()
+    is_run = recipe not in recipes.names() and recipes.source(recipe).parent == Path(recipe)
     if out is not None:
         return out, resume
     if is_run:
@@ -183,17 +183,17 @@ def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]
     return new_folder(_label(recipe)), False
 
 
-def _refuse_another_recipe(name: str, folder: Path) -> None:
+def _refuse_another_recipe(name: str, changes: list[str], folder: Path) -> None:
     """A run goes on with its own recipe; naming another one is a mistake that would be found out late."""
     if recipes.source(name).resolve() == (folder / "recipe.toml").resolve():
         return
-    mine, given = recipes.load(str(folder)), recipes.load(name)
+    mine, given = recipes.load(str(folder / "recipe.toml")), recipes.load(name, changes)
     if (mine.model, mine.data.kind) != (given.model, given.data.kind):
         raise RunError(f"{folder} holds a run of another recipe ({mine.summary}): choose another --out")
 
 
 def _label(name: str) -> str:
-    path = Path(name)
-    if path.is_dir():
-        return path.name
-    return path.parent.name if path.name == "recipe.toml" else path.stem
+    path = Path(name).absolute()
+    if name in recipes.names() or not path.is_dir():
+        return path.parent.name if path.name == "recipe.toml" else path.stem
+    return path.name

@@ -24,19 +24,22 @@ def names() -> list[str]:
 
 def source(name: str) -> Path:
     """The file of a recipe: one of natgrad's by its name, any TOML file, or the recipe of a run's folder."""
+    if name in names():
+        return _FOLDER / f"{name}.toml"
     path = Path(name)
-    if path.is_dir() and (path / "recipe.toml").is_file():
-        return path / "recipe.toml"
+    try:
+        if path.is_dir() and (path / "recipe.toml").is_file():
+            return path / "recipe.toml"
+        if path.suffix == ".toml" and path.is_file():
+            return path
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{name!r} cannot be a file: {error}") from error
     if path.suffix == ".toml":
-        if not path.is_file():
-            raise RecipeError(f"there is no file {path.resolve()}")
-        return path
-    if name not in names():
-        raise RecipeError(
-            f"there is no recipe {name!r}{nearest(name, names())}; `natgrad recipes` lists them. A file of your own "
-            "ends in .toml, and the folder of a run holds a recipe.toml"
-        )
-    return _FOLDER / f"{name}.toml"
+        raise RecipeError(f"there is no file {path.absolute()}")
+    raise RecipeError(
+        f"there is no recipe {name!r}{nearest(name, names())}; `natgrad recipes` lists them. A file of your own ends "
+        "in .toml, and the folder of a run holds a recipe.toml"
+    )
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -56,7 +59,7 @@ def to_toml(recipe: Recipe) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """A file's table, on top of that of the recipe that it names as its ``base``."""
     try:
-        table = parsed(path.read_text(encoding="utf-8"))
+        table = parsed(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from natgrad import models, schedules
 from natgrad.kfac import KFAC
 from natgrad.models import ChunkedBatchNorm2d
 from natgrad.recipes.schema import KFACOptions, ModelOptions, OptimizerOptions, Recipe
-from natgrad.recipes.values import RecipeError, nearest
+from natgrad.recipes.values import RecipeError, bounded, nearest
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.region import TrustRegion
 
@@ -33,16 +33,21 @@ _SCHEDULES: dict[str, tuple[Callable[..., schedules.Schedule], tuple[str, ...], 
     "cosine": (schedules.cosine, ("value",), ("over", "end")),
 }
 _WARMUP = ("warmup", "warmup_start")
+_LOOKS = 400  # at a schedule, over all epochs
 
 
 def check(recipe: Recipe) -> None:
     """Refuses what cannot be run, before anything is loaded or written."""
     _check_parts(recipe)
-    if ":" not in recipe.model.name:
+    _check_schedules(recipe)
+    if ":" in recipe.model.name:
+        imported(recipe.model.name, "model.name")
+    else:
         with torch.device("meta"):
             build_model(recipe.model)
     layer = nn.Linear(2, 2)
     optimizer = build_optimizer(recipe, layer, ranks=1, steps_per_epoch=1)
+    _check_step(recipe.optimizer.name, optimizer, layer)
     if recipe.kfac.enabled:
         # Patterns are looked up in the real model.
         general = dataclasses.replace(recipe.kfac, exclude=None, doubly_factored=None, sharing=None)
@@ -66,12 +71,48 @@ def _check_parts(recipe: Recipe) -> None:
         raise RecipeError("kfac.region_of needs kfac.kl_clip, the bound")
 
 
+def _check_step(name: str, optimizer: torch.optim.Optimizer, layer: nn.Module) -> None:
+    """Some optimizers want a closure, or sparse gradients: they find that out in their first step."""
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise RecipeError(f"optimizer {name!r} cannot take an ordinary step: {error}") from error
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _check_schedules(recipe: Recipe) -> None:
+    """Numbers that change stay within the bounds of their fields to the end of training."""
+    for section in ("optimizer", "kfac"):
+        options = getattr(recipe, section)
+        for field in dataclasses.fields(options):
+            path, value = f"{section}.{field.name}", getattr(options, field.name)
+            if isinstance(value, dict) and field.name not in ("options", "sharing"):
+                # A learning rate may well end at nothing.
+                bounds = {"at_least": 0} if path == "optimizer.lr" else field.metadata
+                _check_schedule(path, schedule(path, value, recipe, 1), recipe.training.epochs, bounds)
+    if isinstance(recipe.kfac.sharing, dict):
+        for pattern, word in recipe.kfac.sharing.items():
+            if word not in ("expand", "reduce"):
+                raise RecipeError(f"kfac.sharing: {pattern!r} must be 'expand' or 'reduce', got {word!r}")
+
+
+def _check_schedule(path: str, value: schedules.Schedule, epochs: int, bounds: Mapping[str, Any]) -> None:
+    for place in range(_LOOKS + 1):
+        epoch = place * epochs / _LOOKS
+        try:
+            bounded(value(epoch), path, bounds, where=f" at epoch {epoch:g}")
+        except OverflowError:
+            raise RecipeError(f"{path} is too large a number at epoch {epoch:g}") from None
+
+
 def imported(path: str, what: str) -> Any:
     """What ``package.module:name`` points to."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the file does
         raise RecipeError(f"{what}={path!r} cannot be imported: {error}") from error
 
 
@@ -97,8 +138,10 @@ def build_model(options: ModelOptions, *, classes: int | None = None) -> nn.Modu
             given.setdefault(name, classes)
     try:
         model = builder(**given)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"model: {error}") from error
+    except Exception as error:  # torch's own, or a file's of the user
+        call = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "norm")
+        known = own or accepted is None or accepted.issuperset(given)
+        raise RecipeError(f"model: {f'{options.name}({call}) cannot be made: ' if known else ''}{error}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.name={options.name!r} gave a {type(model).__name__}, not an nn.Module")
     return model
@@ -127,7 +170,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, ranks: int, steps_per_e
     kind = optimizer_class(options)
     try:
         optimizer = kind(model.parameters(), lr=rate(0), **options.options)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         unknown = [name for name in options.options if (known := _parameters(kind)) and name not in known]
         hint = "".join(nearest(name, _parameters(kind) or ()) for name in unknown)
         raise RecipeError(f"optimizer {options.name!r}: {error}{hint}") from error
@@ -159,8 +202,9 @@ def schedule(path: str, value: Any, recipe: Recipe, steps_per_epoch: int) -> sch
     if not isinstance(value, dict):
         return schedules.constant(value)
     kind = value.get("schedule")
-    if kind not in _SCHEDULES:
-        raise RecipeError(f"{path}.schedule must be one of {', '.join(map(repr, _SCHEDULES))}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _SCHEDULES:
+        known = ", ".join(map(repr, _SCHEDULES))
+        raise RecipeError(f"{path}.schedule must be one of {known}, got {kind!r}{nearest(str(kind), _SCHEDULES)}")
     make, required, optional = _SCHEDULES[kind]
     allowed = ("schedule", *required, *optional, *_WARMUP)
     for name in value:
@@ -174,17 +218,30 @@ def schedule(path: str, value: Any, recipe: Recipe, steps_per_epoch: int) -> sch
         given = {"over": recipe.training.epochs, "end": 0.0, **given}
     try:
         result = make(value["value"], **given)
-        if "warmup" in value:
-            result = result * schedules.warmup(value["warmup"], start=value.get("warmup_start", 0.1))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{path}: {error}") from error
-    return result.epochs(steps_per_epoch)
+    return (result * _warmup(path, value)).epochs(steps_per_epoch)
+
+
+def _warmup(path: str, value: Mapping[str, Any]) -> schedules.Schedule:
+    if "warmup" not in value:
+        if "warmup_start" in value:
+            raise RecipeError(f"{path}: warmup_start goes with warmup, the number of epochs")
+        return schedules.constant(1.0)
+    try:
+        return schedules.warmup(value["warmup"], start=value.get("warmup_start", 0.1))
+    except (TypeError, ValueError):
+        raise RecipeError(
+            f"{path}.warmup: {value['warmup']!r} epochs from {value.get('warmup_start', 0.1)!r} times the value cannot "
+            "be: give a number of epochs above 0, and a number"
+        ) from None
 
 
 def build_kfac(recipe: Recipe, model: nn.Module, *, steps_per_epoch: int) -> KFAC:
     """K-FAC on a model."""
+    arguments = kfac_arguments(recipe, steps_per_epoch)
     try:
-        return KFAC(model, **kfac_arguments(recipe, steps_per_epoch))
+        return KFAC(model, **arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"kfac: {error}") from error
 

@@ -81,14 +81,16 @@ class TrainingOptions:
         "cross-entropy", "of labels or next characters; or of the pixels themselves, as Bernoulli variables"
     )
     label_smoothing: float = field(0.0, "part of each label spread over all classes", at_least=0, below=1)
-    seed: int = field(0, "of the weights, the order, crops, flips, dropout and sampled targets", at_least=0)
+    seed: int = field(
+        0, "of the weights, the order, crops, flips, dropout and sampled targets", at_least=0, at_most=999_999_999
+    )
     precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "bf16 runs the model under autocast")
     channels_last: bool = field(False, "memory format of images and convolutions")
     compile: bool = field(False, "torch.compile the model")
     deterministic: bool = field(False, "only deterministic kernels, so that GPU runs repeat bit for bit")
     polyak: float | None = field(None, "evaluate an average of the weights with this decay", at_least=0, below=1)
-    evaluate_every: float = field(1, "epochs between evaluations", above=0)
-    checkpoint_every: float = field(10, "minutes between checkpoints, beside those of evaluations", above=0)
+    evaluate_every: float = field(1.0, "epochs between evaluations", above=0)
+    checkpoint_every: float = field(10.0, "minutes between checkpoints, beside those of evaluations", above=0)
     keep: int = field(2, "latest checkpoints to keep, beside the best", at_least=1)
     log_every: int = field(50, "steps between lines of metrics.jsonl", at_least=1)
 

@@ -58,7 +58,7 @@ def overridden(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
         names = path.strip().split(".")
         if not equals or not all(names):
             raise RecipeError(f"{override!r} is not an override: write part.field=value, such as kfac.damping=0.003")
-        _put(result, names, _value(text.strip()), override)
+        _put(result, names, _value(text.strip(), words=_is_text(names)), override)
     return result
 
 
@@ -77,11 +77,24 @@ def _put(table: dict[str, Any], names: list[str], value: Any, override: str) -> 
         table[names[-1]] = value
 
 
-def _value(text: str) -> Any:
+def _is_text(names: list[str]) -> bool:
+    """Whether a field is a text and nothing else: then what is written is meant, also where it looks like a number."""
+    kind: Any = Recipe
+    for name in names:
+        kind = (
+            typing.get_type_hints(kind).get(name) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+        )
+    return set(typing.get_args(kind) or (kind,)) in ({str}, {str, type(None)})
+
+
+def _value(text: str, *, words: bool) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
+    if set(table) != {"value"}:
+        raise RecipeError(f"{text!r} is more than one value")
+    return text if words and isinstance(table["value"], bool | int | float) else table["value"]
 
 
 def _copied(value: Any) -> Any:
@@ -126,13 +139,11 @@ def _section(kind: type[Section], table: Any, path: str) -> Section:
 
 
 def _suggestion(name: str, fields: Iterable[str], path: str) -> str:
-    """The nearest name here; or, where nothing is near, the part that has a field of this name."""
-    if near := nearest(name, fields):
-        return near
+    """The part that has a field of just this name, or the nearest name here."""
     for section, hint in typing.get_type_hints(Recipe).items():
         if dataclasses.is_dataclass(hint) and section != path and name in {f.name for f in dataclasses.fields(hint)}:
             return f" (did you mean {section}.{name}?)"
-    return ""
+    return nearest(name, fields)
 
 
 def _checked(hint: Any, value: Any, path: str, bounds: Mapping[str, Any]) -> Any:
@@ -145,7 +156,10 @@ def _checked(hint: Any, value: Any, path: str, bounds: Mapping[str, Any]) -> Any
         if kind is bool and isinstance(value, bool):
             return value
         if kind in (int, float) and _is_number(value, kind):
-            return _bounded(kind(value), path, bounds)
+            try:
+                return bounded(kind(value), path, bounds)
+            except OverflowError:
+                raise RecipeError(f"{path} is too large a number") from None
         if kind is str and isinstance(value, str):
             return value
         if typing.get_origin(kind) is list and isinstance(value, list) and all(isinstance(one, str) for one in value):
@@ -169,13 +183,14 @@ _BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-def _bounded(value: float, path: str, bounds: Mapping[str, Any]) -> float:
+def bounded(value: float, path: str, bounds: Mapping[str, Any], *, where: str = "") -> float:
+    """The number, if it is finite and within a field's bounds; `where` says when it has this value."""
     if not math.isfinite(value):
-        raise RecipeError(f"{path} must be a finite number, got {value!r}")
+        raise RecipeError(f"{path} must be a finite number, got {value!r}{where}")
     wanted = [(name, bounds[name]) for name in _BOUNDS if name in bounds]
     if not all(_BOUNDS[name](value, bound) for name, bound in wanted):
         text = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in wanted)
-        raise RecipeError(f"{path} must be {text}, got {value!r}")
+        raise RecipeError(f"{path} must be {text}, got {value!r}{where}")
     return value
 
 

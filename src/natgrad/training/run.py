@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import warnings
@@ -82,9 +83,9 @@ def run(
 def _refuse_folder(folder: Path, *, resume: bool) -> None:
     if (folder / RECIPE).exists() and not resume:
         raise RunError(f"{folder} holds a run already: go on with --resume, or choose another --out")
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder} is a file: choose another --out for the results")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents, Path("/")) if path.exists())
+    if not existing.is_dir():
+        raise RunError(f"{existing} is a file: choose another --out for the results")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RunError(f"the results cannot be written: no permission to write in {existing}; choose another --out")
 
@@ -106,7 +107,7 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_text_atomically(folder / RECIPE, to_toml(recipe))
+        write_text_atomically(folder / RECIPE, to_toml(_anywhere(recipe)))
         path = folder / ENVIRONMENT
         before, now = environment.recorded(path), environment.describe(ranks.device, ranks.count)
         environment.record(path, now)
@@ -115,6 +116,14 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
     if resumed and before:
         for text in environment.changes(before[-1], now):
             everybody.warned(f"this run may not go on bit for bit: {text}")
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe as it can be run again from any folder: with the whole path of its data."""
+    if recipe.data.path is None:
+        return recipe
+    path = str(Path(recipe.data.path).expanduser().absolute())
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
 
 
 def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:

@@ -21,6 +21,7 @@ from natgrad.data import Data
 from natgrad.foreach import all_finite
 from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, learning_rate
 from natgrad.recipes.schema import Recipe
+from natgrad.recipes.values import RecipeError
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.events import PARTS, Evaluated, Listener, Progress
 from natgrad.training.ranks import Ranks
@@ -361,6 +362,8 @@ class Trainer:
 
     def _refuse_misfit(self) -> None:
         """Shows the network one case in evaluation mode, so that a misfit of model and data is told at once."""
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise RecipeError("the model has no parameters to train")
         kind = torch.long if self.recipe.data.kind == "text" else torch.float32
         example = torch.zeros((2, *self.data.shape), dtype=kind, device=self.ranks.device)
         self.model.eval()
@@ -368,12 +371,16 @@ class Trainer:
             with torch.no_grad():
                 output = self.model(example)
         except Exception as error:
-            raise ValueError(f"the model does not take the data's cases of shape {self.data.shape}: {error}") from error
+            raise RecipeError(
+                f"the model does not take the data's cases of shape {self.data.shape}: {error}"
+            ) from error
         logits = output if isinstance(output, Tensor) else output[0]
         if self.classifies and logits.shape[-1] < (self.data.classes or 0):
-            raise ValueError(f"the data has {self.data.classes} classes, and the model only {logits.shape[-1]} outputs")
+            raise RecipeError(
+                f"the data has {self.data.classes} classes, and the model only {logits.shape[-1]} outputs"
+            )
         if not self.classifies and logits[0].numel() != math.prod(self.data.shape):
-            raise ValueError(
+            raise RecipeError(
                 f"the model gives {logits[0].numel()} outputs for the {math.prod(self.data.shape)} pixels of a case"
             )
 
