@@ -159,7 +159,8 @@ def test_kfac_marks_its_parts_and_statistics_only_where_it_takes_them(
         assert ("statistics" in seconds) == (number % 2 == 0)
         assert times["solve"] == times["precondition"] == 1
         assert seconds.keys() - {"statistics"} == {"model", "solve", "precondition"}
-        assert sum(seconds.values()) == sum(times.values())  # a tick a part: nothing between them is lost
+        assert times["model"] == 1  # it goes on after each of the others
+        assert all(seconds[part] >= count for part, count in times.items())
     assert len({frozenset(times.items()) for _, times in steps[::2]}) == 1
 
 

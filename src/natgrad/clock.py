@@ -20,34 +20,34 @@ class Clock:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._cuda = torch.device(device).type == "cuda"
-        self._marks: deque[tuple[str | None, Any]] = deque()  # what began, and when
+        self._marks: deque[tuple[str | None, Any, bool]] = deque()  # what began, when, and whether it went on
         self._spare: list[Any] = []
         self._seconds: dict[str, float] = {}
         self._times: dict[str, int] = {}
         self.present: str | None = None
 
-    def switch(self, part: str | None) -> str | None:
-        """From now on time belongs to this part; None is nobody's. Returns whose it was."""
+    def switch(self, part: str | None, *, again: bool = False) -> str | None:
+        """From now on time belongs to this part; None is nobody's. Returns whose it was. `again`: it only goes on."""
         before, self.present = self.present, part
-        self._marks.append((part, self._stamp()))
+        self._marks.append((part, self._stamp(), again))
         return before
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The time inside belongs to this part, and afterwards to the one before it."""
+        """The time inside belongs to this part, and afterwards to the one before it, which goes on."""
         before = self.switch(name)
         try:
             yield
         finally:
-            self.switch(before)
+            self.switch(before, again=True)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds by part since the last call, as far as the device has got, and how often each part began."""
         while len(self._marks) > 1 and self._reached(self._marks[1][1]):
-            part, began = self._marks.popleft()
+            part, began, again = self._marks.popleft()
             if part is not None:
                 self._seconds[part] = self._seconds.get(part, 0.0) + self._between(began, self._marks[0][1])
-                self._times[part] = self._times.get(part, 0) + 1
+                self._times[part] = self._times.get(part, 0) + (not again)
             if self._cuda:
                 self._spare.append(began)
         taken, self._seconds, self._times = (self._seconds, self._times), {}, {}
@@ -70,7 +70,7 @@ class Clock:
 class NoClock(Clock):
     """Measures nothing, for nothing."""
 
-    def switch(self, part: str | None) -> str | None:
+    def switch(self, part: str | None, *, again: bool = False) -> str | None:
         """Does nothing."""
         return None
 

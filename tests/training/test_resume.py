@@ -259,7 +259,6 @@ def _ended(recipe: recipes.Recipe, folder: Path, number: int, these: Ranks) -> N
     train(recipe, folder, ranks=these, listener=Ended(number))
 
 
-@pytest.mark.xfail(strict=True, reason="best.pt is not made up for when a kill came between the checkpoint and it")
 def test_the_best_checkpoint_is_made_up_for_where_a_kill_came_before_it(tmp_path: Path) -> None:
     recipe = digits("training.steps=4", "training.evaluate_every=0.05")
 

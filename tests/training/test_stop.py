@@ -140,7 +140,6 @@ def test_a_signal_in_an_evaluation_saves_and_the_resumed_run_evaluates_again(
     assert tests[0] == tests[1]
 
 
-@pytest.mark.xfail(strict=True, reason="it is called finished, with exit code 0, and the last evaluation is missing")
 @pytest.mark.parametrize("when", ["in the last step", "in the last evaluation"])
 def test_a_run_that_is_stopped_before_its_last_evaluation_is_not_finished(tmp_path: Path, when: str) -> None:
     folder, output = tmp_path / "run", tmp_path / "output"

@@ -160,7 +160,6 @@ def test_polyak_averages_are_evaluated_and_the_weights_are_back_afterwards() -> 
         pytest.param(
             0.5,
             [8, 15, 23, 30, 38, 45],
-            marks=pytest.mark.xfail(strict=True, reason="rounded once: 8, 16, 24, ... leave the ends of epochs"),
         ),
     ],
 )
@@ -222,7 +221,6 @@ def test_progress_tells_means_over_the_steps_since_the_last(monkeypatch: pytest.
         assert event.epoch == event.step / 15
 
 
-@pytest.mark.xfail(strict=True, reason="the end of an epoch begins the data's part once more than there are steps")
 def test_the_time_of_a_step_is_a_mean_over_the_steps_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = prepared("training.epochs=2", "training.log_every=5")
     take = trainer.clock.take

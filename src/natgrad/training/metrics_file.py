@@ -48,11 +48,9 @@ class MetricsFile:
         try:
             _append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
         except OSError as error:
-            if self._warn is not None:
-                self._warn(
-                    f"{self.path} cannot be written ({error.strerror or error}): its lines are lost until it can be"
-                )
-                self._warn = None
+            warn, self._warn = self._warn, None  # before it is called: it may well be written here too
+            if warn is not None:
+                warn(f"{self.path} cannot be written ({error.strerror or error}): its lines are lost until it can be")
             return False
         return True
 

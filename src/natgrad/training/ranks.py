@@ -40,6 +40,14 @@ class Ranks:
             dist.all_reduce(numbers)
         return numbers
 
+    def gathered(self, texts: list[str]) -> list[str]:
+        """The texts of all ranks, on all of them."""
+        if self.count == 1:
+            return texts
+        boxes: list[list[str]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(boxes, texts, group=self.hosts)
+        return [text for box in boxes for text in box]
+
     def told(self, text: str) -> str:
         """The first rank's text, on all of them."""
         if self.count == 1:

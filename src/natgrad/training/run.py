@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ def run(
         if ranks.first:
             _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)
             stack.callback(everybody.add(TensorBoard, folder / "tensorboard", resume_from=trainer.step or None))
-            everybody.add(Recorder, folder / METRICS, resume_from=trainer.step or None)
+            everybody.add(partial(Recorder, recipe=recipe), folder / METRICS, resume_from=trainer.step or None)
         everybody.started(_beginning(trainer, name=name, folder=folder))
         for text in (*damaged, *data.notes):
             everybody.warned(text)
@@ -81,9 +83,10 @@ def run(
 
 
 def _refuse_folder(folder: Path, *, resume: bool) -> None:
-    if (folder / RECIPE).exists() and not resume:
+    # os.path.exists, since that of Path raises in folders that may not be looked into.
+    existing = next(path for path in (folder, *folder.parents, Path("/")) if os.path.exists(path))
+    if os.path.exists(folder / RECIPE) and not resume:
         raise RunError(f"{folder} holds a run already: go on with --resume, or choose another --out")
-    existing = next(path for path in (folder, *folder.parents, Path("/")) if path.exists())
     if not existing.is_dir():
         raise RunError(f"{existing} is a file: choose another --out for the results")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -97,6 +100,8 @@ def _go_on(trainer: Trainer, checkpoints: Checkpoints) -> list[str]:
         return []
     trainer.load_state_dict(loaded.state)
     trainer.last_checkpoint = loaded.path
+    if trainer.ranks.first and trainer.best is not None and trainer.best.step == loaded.step:
+        checkpoints.mark_best(loaded.path)  # a kill may have come in between
     notes = [f"{text}; going on from {loaded.path.name} instead" for text in loaded.damaged]
     if (before := loaded.state["ranks"]) != trainer.ranks.count:
         notes.append(f"the checkpoint was written by {before} ranks, and now there are {trainer.ranks.count}")
@@ -107,7 +112,7 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_text_atomically(folder / RECIPE, to_toml(_anywhere(recipe)))
+        _write_recipe(folder, recipe)
         path = folder / ENVIRONMENT
         before, now = environment.recorded(path), environment.describe(ranks.device, ranks.count)
         environment.record(path, now)
@@ -118,12 +123,12 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
             everybody.warned(f"this run may not go on bit for bit: {text}")
 
 
-def _anywhere(recipe: Recipe) -> Recipe:
-    """The recipe as it can be run again from any folder: with the whole path of its data."""
-    if recipe.data.path is None:
-        return recipe
-    path = str(Path(recipe.data.path).expanduser().absolute())
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
+def _write_recipe(folder: Path, recipe: Recipe) -> None:
+    """As it can be run again from any folder: with the whole path of its data."""
+    if recipe.data.path is not None:
+        path = str(Path(recipe.data.path).expanduser().absolute())
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
+    write_text_atomically(folder / RECIPE, to_toml(recipe))
 
 
 def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:
@@ -149,7 +154,7 @@ def _threads() -> str:
 
 
 def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:
-    whole = trainer.step >= trainer.total_steps
+    whole = trainer.step >= trainer.total_steps and trainer.evaluated
     saved = trainer.saved_at == trainer.step or trainer.save()
     path = trainer.ranks.told(str(trainer.last_checkpoint or "") if saved else "")
     return Finished(
@@ -255,7 +260,8 @@ class Everybody:
 class Recorder:
     """Writes what a run tells into its metrics.jsonl."""
 
-    def __init__(self, path: Path, *, resume_from: int | None, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, *, recipe: Recipe, resume_from: int | None, warn: Callable[[str], None]) -> None:
+        self._folder, self._recipe = path.parent, recipe
         self._file = MetricsFile(path, resume_from=resume_from, warn=warn)
         self._step = resume_from or 0
 
@@ -280,7 +286,10 @@ class Recorder:
         self._file.write("test", **asdict(event))
 
     def saved(self, path: Path, step: int) -> None:
-        """Not written: the checkpoint is there."""
+        """A checkpoint without its recipe is no run that could be gone on with: somebody may have removed it."""
+        if not (self._folder / RECIPE).exists():
+            with contextlib.suppress(OSError):
+                _write_recipe(self._folder, self._recipe)
 
     def warned(self, text: str) -> None:
         """What went wrong."""

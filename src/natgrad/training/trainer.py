@@ -101,18 +101,17 @@ class Trainer:
     def train(self, stop: Stop) -> None:
         """Runs until the end, or until somebody asks to stop; evaluates and saves on the way."""
         training = self.recipe.training
-        evaluate_every = max(1, round(training.evaluate_every * self.steps_per_epoch))
         self._began = (self.step, time.perf_counter())
-        if self._is_due(evaluate_every) and self.step > self._evaluated_at and not self.evaluate(stop):
+        if self._is_due() and not self.evaluated and not self.evaluate(stop):
             return
         for _ in self.steps():
             if stop.requested():
                 break
-            if self._is_due(evaluate_every):
+            if self._is_due():
                 if not self.evaluate(stop):
                     break
-            elif self._minutes_since_checkpoint() >= training.checkpoint_every:
-                self.save()
+            elif self.ranks.first and self._minutes_since_checkpoint() >= training.checkpoint_every:
+                self.save(alone=self.ranks.count > 1)
         self.clock.switch(None)
         self._finish_reading()
 
@@ -127,8 +126,16 @@ class Trainer:
                 if self.step >= self.total_steps:
                     break
 
-    def _is_due(self, every: int) -> bool:
-        return self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
+    @property
+    def evaluated(self) -> bool:
+        """Whether the present weights have been."""
+        return self._evaluated_at == self.step
+
+    def _is_due(self) -> bool:
+        """Whether an evaluation is, by the epoch."""
+        every = max(1.0, self.recipe.training.evaluate_every * self.steps_per_epoch)
+        due = math.floor(self.step / every + 1e-9) > math.floor((self.step - 1) / every + 1e-9)
+        return self.step > 0 and (due or self.step == self.total_steps)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The rest of the present epoch, with the time that it takes marked as the data's."""
@@ -196,7 +203,7 @@ class Trainer:
         self._reading = None
         loss, correct, _, predictions, weight, *clip = reading.values()
         seconds, times = self.clock.take()
-        steps = max(1, times.get("data", 0))
+        steps = max(1, times.get("model", 0))
         parts = {part: seconds.get(part, 0.0) / steps for part in PARTS if self.kfac is not None or part in PARTS[:2]}
         each = sum(parts.values())
         began_at, began = self._began
@@ -221,8 +228,12 @@ class Trainer:
         )
         if not math.isfinite(mean):
             self.listener.warned(f"the training loss is {mean} at step {step}")
-        for path in self.data.damaged_seen():
-            self.listener.warned(f"skipped {path}")
+        if self.ranks.first:  # the others' are told at the next evaluation
+            self._tell_of(self.data.damaged_seen())
+
+    def _tell_of(self, damaged: list[str]) -> None:
+        for text in dict.fromkeys(damaged):
+            self.listener.warned(f"skipped {text}")
 
     @property
     def seconds(self) -> float:
@@ -251,6 +262,7 @@ class Trainer:
             sums = self._sums_of_test(stop)
             if sums is None:
                 return False
+            self._tell_of(self.ranks.gathered(self.data.damaged_seen()))
             loss, correct, in_five, predictions, weight = self.ranks.sum(sums).tolist()
             accuracy = correct / predictions if predictions else None
             mean = loss / weight if weight else math.nan
@@ -302,19 +314,24 @@ class Trainer:
     def _minutes_since_checkpoint(self) -> float:
         return (time.perf_counter() - self._saved_at) / 60
 
-    def save(self, *, best: bool = False) -> bool:
-        """Writes a checkpoint, on the first rank. One that cannot be written is warned about: the next may succeed."""
-        if self.checkpoints is None or not self.ranks.first:
+    def save(self, *, best: bool = False, alone: bool = False) -> bool:
+        """Writes a checkpoint, on the first rank. One that cannot be written is warned about: the next may succeed.
+
+        Weights that are no numbers end the run; `alone`, while the other ranks go on, they are only warned about.
+        """
+        if self.checkpoints is None:
             return True
         with self._paused():
             self._saved_at = time.perf_counter()
-            finite = all_finite([p.detach() for p in self.model.parameters()])
-            if finite is not None and not bool(finite):
-                where = "" if self.last_checkpoint is None else f"; the last good checkpoint is {self.last_checkpoint}"
-                raise DivergedError(
-                    f"the weights are not finite after step {self.step}: nothing is saved{where}. Try a smaller "
-                    "optimizer.lr, or a larger kfac.damping"
-                )
+            try:
+                self._refuse_divergence()
+            except DivergedError as error:
+                if not alone:
+                    raise
+                self.listener.warned(str(error))
+                return False
+            if not self.ranks.first:
+                return True
             try:
                 path = self.checkpoints.save(self.state_dict(), step=self.step)
                 if best:
@@ -326,6 +343,15 @@ class Trainer:
         self.listener.saved(path, self.step)
         return True
 
+    def _refuse_divergence(self) -> None:
+        finite = all_finite([parameter.detach() for parameter in self.model.parameters()])
+        if finite is not None and not bool(finite):
+            where = "" if self.last_checkpoint is None else f"; the last good checkpoint is {self.last_checkpoint}"
+            raise DivergedError(
+                f"the weights are not finite after step {self.step}: nothing is saved{where}. Try a smaller "
+                "optimizer.lr, or a larger kfac.damping"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs; loads with ``weights_only=True``."""
         return {
@@ -334,6 +360,7 @@ class Trainer:
             "seconds": self.seconds,
             "best": None if self.best is None else asdict(self.best),
             "ranks": self.ranks.count,
+            "optimizer_name": self.recipe.optimizer.name,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "kfac": None if self.kfac is None else self.kfac.state_dict(),
@@ -346,6 +373,13 @@ class Trainer:
             if (state[what] is None) != (present is None):
                 has = "has none" if state[what] is None else "has one"
                 raise CheckpointError(f"the recipe and the checkpoint do not fit: the checkpoint {has} of {what!r}")
+        mine = self.recipe.optimizer.name
+        if state["optimizer_name"] != mine:
+            raise CheckpointError(
+                "the checkpoint does not fit the recipe: optimizer.name was "
+                f"{state['optimizer_name']!r} and is {mine!r}"
+            )
+        options = [{name: group[name] for name in self.recipe.optimizer.options} for group in self._groups()]
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -355,10 +389,15 @@ class Trainer:
                 self.average.load_state_dict(state["average"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit the recipe: {error}") from error
+        for group, given in zip(self._groups(), options, strict=True):
+            group.update(given)  # the recipe's, should they have been changed for the rest of the run
         self.step = self.saved_at = state["step"]
         self._evaluated_at = state["evaluated_at"]
         self._seconds = state["seconds"]
         self.best = None if state["best"] is None else Evaluated(**state["best"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     def _refuse_misfit(self) -> None:
         """Shows the network one case in evaluation mode, so that a misfit of model and data is told at once."""
