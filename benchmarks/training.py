@@ -24,11 +24,10 @@ import torch
 from matplotlib import pyplot
 
 from natgrad import data, recipes
-from natgrad.cli.inspect import Silence
 from natgrad.recipes import Recipe
 from natgrad.recipes.objects import build_model, build_optimizer
 from natgrad.training import ranks as processes
-from natgrad.training.events import Progress
+from natgrad.training.events import Listener, Progress
 from natgrad.training.metrics_file import read
 from natgrad.training.ranks import Ranks
 from natgrad.training.run import arithmetic
@@ -36,7 +35,7 @@ from natgrad.training.stop import Stop
 from natgrad.training.trainer import Trainer
 
 
-class Parts(Silence):
+class Parts(Listener):
     """Adds up where the trainer's time goes."""
 
     def __init__(self) -> None:

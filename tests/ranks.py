@@ -39,6 +39,7 @@ def _rank(rank: int, queue, function, store: str, ranks: int, arguments: tuple[A
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
+        dist.barrier()  # a rank that is done must not leave while others still come
         try:
             queue.put((rank, ("", function(rank, ranks, *arguments))))
         finally:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_MARKS = 1000  # kept until they are added up
+
 
 class Clock:
     """Splits time into parts. On a GPU it is the device's own time, between events in its queue: a part lasts from when
@@ -30,6 +32,8 @@ class Clock:
         """From now on time belongs to this part; None is nobody's. Returns whose it was. `again`: it only goes on."""
         before, self.present = self.present, part
         self._marks.append((part, self._stamp(), again))
+        if len(self._marks) > _MARKS:
+            self._add_up()
         return before
 
     @contextmanager
@@ -43,6 +47,11 @@ class Clock:
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds by part since the last call, as far as the device has got, and how often each part began."""
+        self._add_up()
+        taken, self._seconds, self._times = (self._seconds, self._times), {}, {}
+        return taken
+
+    def _add_up(self) -> None:
         while len(self._marks) > 1 and self._reached(self._marks[1][1]):
             part, began, again = self._marks.popleft()
             if part is not None:
@@ -50,8 +59,6 @@ class Clock:
                 self._times[part] = self._times.get(part, 0) + (not again)
             if self._cuda:
                 self._spare.append(began)
-        taken, self._seconds, self._times = (self._seconds, self._times), {}, {}
-        return taken
 
     def _stamp(self) -> Any:
         if not self._cuda:

@@ -434,7 +434,7 @@ class KFAC:
     def _take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
-        if window.terms == 0:
+        if window.terms == 0 and not window.waited_for:
             if window.ignored:  # nothing of the batch counts: the next one may
                 window.close()
                 return True
@@ -448,6 +448,9 @@ class KFAC:
                 "before loss.backward()"
             )
         complete = window.finish()
+        if not window.gather(step):
+            window.close()
+            return True
         missing = [
             block.names[0]
             for block in window.without_statistics()
@@ -538,6 +541,11 @@ class KFAC:
     @clock.setter
     def clock(self, clock: Clock) -> None:
         self._window.clock = clock
+
+    @property
+    def last_damping(self) -> float | None:
+        """λ of the last step; None before the first."""
+        return self._metrics.damping
 
     @property
     def clip(self) -> Clip | None:

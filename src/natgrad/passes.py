@@ -44,9 +44,7 @@ class Owner(Protocol):
     def half(self) -> None:
         """The derivatives are float16."""
 
-    @property
-    def clock(self) -> Clock:
-        """What the time of taking statistics is told to."""
+    clock: Clock  # what the time of taking statistics is told to
 
 
 class Pass:

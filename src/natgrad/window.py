@@ -5,7 +5,7 @@ the running averages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,8 +68,9 @@ class Window:
     ) -> None:
         self.registry = registry
         self.scale = scale
-        self._clock: Clock = NoClock()
+        self.clock: Clock = NoClock()
         self._ranks = ranks
+        self._gathered = 0.0  # loss terms of what waits for a commit, of all ranks
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
         self._choices = choices
@@ -217,15 +218,6 @@ class Window:
             if name in parameters and id(parameters[name]) in graph.leaves
         }
 
-    @property
-    def clock(self) -> Clock:
-        """What the time of taking statistics is told to."""
-        return self._clock
-
-    @clock.setter
-    def clock(self, clock: Clock) -> None:
-        self._clock = clock
-
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
         current.task = torch._C._current_graph_task_id()
@@ -337,26 +329,45 @@ class Window:
 
         Returns how many factors were refused as not finite, on the device.
         """
-        used = [o for block in self.registry for o in block.orientations if o.has_pending]
-        if self.fisher == "empirical":
-            scale_moments([orientation.row for orientation in used], self._loss_factor(step))
-        commit_counts(used, decay, self.terms if self._ranks is None else self._sum_over_ranks(used, self._ranks))
+        commit_counts(self._used(), decay, self._gathered)
         finite = commit(self.registry.factors(), decay, usable)
         self.close()
         return (~finite).sum()
 
-    def _sum_over_ranks(self, used: Sequence[Orientation], ranks: dist.ProcessGroup) -> float:
-        """Replaces what came in on this rank by what came in on all of them; returns the terms of all."""
-        factors = [factor for factor in self.registry.factors() if factor.pending is not None]
-        moments = [factor.pending for factor in factors if factor.pending is not None]
-        counted: list[Factor | Orientation] = [*factors, *used]
+    def _used(self) -> list[Orientation]:
+        return [o for block in self.registry for o in block.orientations if o.has_pending]
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether other ranks expect this one to take part, although nothing of its batch counts."""
+        return self._ranks is not None and self.ignored and len(self.registry) > 0
+
+    def gather(self, step: int) -> bool:
+        """Once the backward passes are over: what came in, as derivatives of a mean, of all ranks together. False where
+        nothing came in anywhere.
+        """
+        if self.fisher == "empirical":
+            scale_moments([orientation.row for orientation in self._used()], self._loss_factor(step))
+        self._gathered = self.terms if self._ranks is None else self._sum_over_ranks(self._ranks)
+        return self._gathered > 0
+
+    def _sum_over_ranks(self, ranks: dist.ProcessGroup) -> float:
+        """Replaces what came in on this rank by what came in on all of them; returns the terms of all. A rank that has
+        nothing of a layer, or nothing at all, adds zeros: all must take part.
+        """
+        factors = self.registry.factors()
+        orientations = [o for block in self.registry for o in block.orientations]
+        moments = [torch.zeros_like(one.sum) if one.pending is None else one.pending for one in factors]
+        counted: list[Factor | Orientation] = [*factors, *orientations]
         counts = [*(one.pending_rows for one in counted), self.terms]
-        labels = [block.key for block in self.registry if any(o.has_pending for o in block.orientations)]
+        labels = [block.key for block in self.registry]
         summed, numbers = sum_over_ranks(moments, counts, labels=labels, group=ranks)
-        for factor, moment in zip(factors, summed, strict=True):
-            factor.pending = moment
         for one, rows in zip(counted, numbers, strict=False):
             one.pending_rows = rows
+        for factor, moment in zip(factors, summed, strict=True):
+            factor.pending = moment if factor.pending_rows else None
+        for orientation in orientations:
+            orientation.has_pending = bool(orientation.pending_rows)
         return numbers[-1]
 
     def _loss_factor(self, step: int) -> float | Tensor:

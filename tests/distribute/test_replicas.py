@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from natgrad import KFAC, NatgradWarning
+from natgrad import KFAC, Categorical, NatgradWarning
 from ranks import run_on_ranks
 
 CASES, STEPS = 12, 4
@@ -120,3 +120,30 @@ def unwrapped(rank: int, ranks: int) -> str:
 def test_a_model_outside_of_ddp_is_warned_about(tmp_path):
     for message in run_on_ranks(unwrapped, tmp_path, 2):
         assert "give KFAC the wrapped one" in message
+
+
+def ignored_on_one_rank(rank: int, ranks: int) -> tuple[list[torch.Tensor], dict]:
+    model = network()
+    wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(wrapped, factor_update_steps=1, inv_update_steps=1, predictive=Categorical(ignore_index=-100))
+    kfac.attach(optimizer)
+    for step, (x, y) in enumerate(zip(*batches(), strict=True)):
+        if step == 2:
+            y[CASES // 2 :] = -100
+        x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+        kfac.targets = y
+        optimizer.zero_grad()
+        # A mean over what counts on all ranks, of which DDP takes the mean again.
+        total = CASES // 2 if step == 2 else CASES
+        (functional.cross_entropy(wrapped(x), y, reduction="sum") * ranks / total).backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in model.parameters()], kfac.metrics()
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_a_rank_whose_targets_are_all_ignored_takes_part_with_nothing(tmp_path):
+    (first, _), (second, _) = run_on_ranks(ignored_on_one_rank, tmp_path, 2)
+    for one, other in zip(first, second, strict=True):
+        assert (one == other).all()
+        assert (one == one).all()

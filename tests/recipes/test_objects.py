@@ -52,7 +52,8 @@ def test_a_text_models_vocabulary_comes_from_the_data() -> None:
     ("norm", "kind"), [("default", nn.BatchNorm2d), ("batch", nn.BatchNorm2d), ("chunked", ChunkedBatchNorm2d)]
 )
 def test_the_norm_is_chosen_by_name(norm: str, kind: type[nn.Module]) -> None:
-    model = build_model(digits("model.name=resnet20", f"model.norm={norm}", "model.norm_chunk=8").model)
+    chunk = ["model.norm_chunk=8"] if norm == "chunked" else []
+    model = build_model(digits("model.name=resnet20", f"model.norm={norm}", *chunk).model)
     norms = [module for module in model.modules() if "Norm" in type(module).__name__]
     assert {type(module) for module in norms} == {kind}
     assert all(module.chunk == 8 for module in norms if isinstance(module, ChunkedBatchNorm2d))
@@ -387,6 +388,13 @@ def test_what_kfac_would_refuse_is_no_matter_where_it_is_off() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
+        (["data.path=x"], "data.path has no effect on digits, which takes flip, pad"),
+        (["data.workers=3"], "data.workers has no effect on digits"),
+        (["data.kind=cifar10", "data.path=x", "data.crop=centre"], "data.crop has no effect on cifar10"),
+        (["data.kind=images", "data.path=x", "data.pad=4"], "data.pad has no effect on images"),
+        (["data.kind=text", "data.path=x", "data.flip=true"], "data.flip has no effect on text"),
+        (["model.name=resnet20", "model.norm_chunk=8"], 'model.norm_chunk goes with model.norm="chunked"'),
+        (["model.name=googlenet", "model.auxiliary=true"], "has no loss for auxiliary heads"),
         (["data.kind=cifar10"], "data.path is missing: where is the folder?"),
         (["data.kind=images", "data.path="], "data.path is missing: where is the folder?"),
         (["data.kind=text"], "data.path is missing: where is the file?"),
@@ -405,7 +413,7 @@ def test_what_kfac_would_refuse_is_no_matter_where_it_is_off() -> None:
     ],
 )
 def test_parts_that_do_not_go_together(overrides: list[str], text: str) -> None:
-    assert refusal(*overrides) == text
+    assert text in refusal(*overrides)
 
 
 def test_one_crop_of_a_smaller_resize_is_no_matter_where_nothing_is_cut_out() -> None:

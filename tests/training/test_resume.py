@@ -439,9 +439,6 @@ def test_the_command_goes_on_under_torchrun_after_one_rank_was_killed_and_after_
     assert same(last(folder), last(undisturbed(tmp_path / "quiet", 2)))
 
 
-@pytest.mark.xfail(
-    run=False, reason="restarted ranks find where the others were before, and mostly hang: pytorch/pytorch#135712"
-)
 def test_ranks_find_each_other_again_when_torchrun_has_restarted_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

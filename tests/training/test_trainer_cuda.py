@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from natgrad import data, recipes
-from natgrad.cli.inspect import Silence
+from natgrad.training.events import Listener
 from natgrad.training.ranks import Ranks
 from natgrad.training.run import arithmetic
 from natgrad.training.stop import Stop
@@ -23,7 +23,7 @@ def trainer(name: str, *overrides: str, classes: int = 10, listener=None) -> Tra
     recipe = recipes.load(name, overrides)
     device = torch.device("cuda", 0)
     cases = data.synthetic(recipe.data, seed=0, place=data.Place(device=device), classes=classes)
-    return Trainer(recipe, cases, ranks=Ranks(device=device), listener=listener or Silence())
+    return Trainer(recipe, cases, ranks=Ranks(device=device), listener=listener or Listener())
 
 
 SMALL = {
@@ -70,7 +70,7 @@ def test_a_resumed_run_repeats_bit_for_bit(name):
 
 
 def test_parts_add_up_to_the_time_of_steps():
-    class Keep(Silence):
+    class Keep(Listener):
         def __init__(self):
             self.events = []
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 _NEEDED = ("rich", "tomli_w", "typer")
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command line. Modules of the present folder can be named in recipes, as with ``python -m natgrad``."""
+    sys.path.insert(0, os.getcwd())
     try:
         from natgrad.cli.app import app
     except ModuleNotFoundError as error:

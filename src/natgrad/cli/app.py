@@ -35,6 +35,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+
 RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe's name, a TOML file, or the folder of a run.", metavar="RECIPE")
 ]
@@ -75,7 +77,7 @@ def train(
         label = _label(name)
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
             finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
-    if finished.checkpoint is None:
+    if not finished.saved:
         raise typer.Exit(1)
     if finished.reason != "finished":
         raise typer.Exit(128 + signal.Signals[finished.reason])
@@ -93,7 +95,7 @@ def list_recipes(
             return
         table = Table("recipe", "what it trains", box=None, pad_edge=False, header_style="bold")
         for one in recipes.names():
-            table.add_row(one, recipes.load(one).summary)
+            table.add_row(one, recipes.summary(one))
         console.print(table)
         console.print(
             "\n[dim]natgrad recipes RECIPE shows its file; natgrad train RECIPE kfac.damping=0.003 changes it[/dim]"
@@ -115,8 +117,10 @@ def inspect(
     console = Console(highlight=False)
     with errors_told():
         name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
+        plan = recipes.load(name, changes)
         with ranks.started(device) as these:
-            inspect_recipe(recipes.load(name, changes), name=_label(name), ranks=these, console=console)
+            shown = console if these.first else Console(quiet=True)
+            inspect_recipe(plan, name=_label(name), ranks=these, console=shown)
 
 
 def _version(wanted: bool) -> None:
@@ -142,6 +146,11 @@ def errors_told() -> Iterator[None]:
         raise typer.Exit(2) from None
     except (CheckpointError, DataError, DeviceError, DivergedError, RunError) as error:
         _tell(error)
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not any(text in str(error) for text in _LOST):
+            raise
+        _tell(RunError("another rank has ended, and this one with it: see what that one says"))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped at once: what was not saved is lost")

@@ -13,8 +13,6 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 from rich.box import ROUNDED
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -39,7 +37,7 @@ from natgrad.cli.drawing import (
 from natgrad.cli.plain import Plain, result, resumable, resume_command
 from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
 
-__all__ = ["Display", "Terminal", "choose", "part_mark", "parts_bar", "parts_legend", "report_table"]
+__all__ = ["Terminal", "choose", "part_mark", "parts_bar", "parts_legend", "report_table"]
 
 REDRAWS = 5
 """Redraws a second."""
@@ -48,17 +46,7 @@ WIDEST = 120
 """Columns that the panel uses at most: numbers far apart are hard to read together."""
 
 
-class Display(Listener, Protocol):
-    """A listener that puts the terminal back when its block is left."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
-
-
-def choose(console: Console) -> Display:
+def choose(console: Console) -> Terminal | Plain:
     """The live panel where it can be drawn, else plain lines on the console's stream."""
     drawable = console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only
     if drawable:
@@ -66,7 +54,7 @@ def choose(console: Console) -> Display:
     return Plain(console.file)
 
 
-class Terminal:
+class Terminal(Listener):
     """A listener that draws a live panel at the bottom of a terminal.
 
     Events replace what is remembered; a thread of rich's redraws from that, so that training never waits for the
@@ -146,7 +134,7 @@ class Terminal:
         self._stop(keep=False)
         self._print(_summary(event, self._start))
         if resumable(event):
-            self._print(Text.assemble(("to go on    ", "dim"), (resume_command(event.folder), "bold")), soft_wrap=True)
+            self._print(Text.assemble(("to go on    ", "dim"), (resume_command(event), "bold")), soft_wrap=True)
 
     def panel(self, width: int, height: int) -> RenderableType:
         """What the live region shows now, for a terminal of this size."""
@@ -291,6 +279,7 @@ def _summary(event: Finished, start: Started | None) -> Text:
         *([("best", result(event.best), "")] if event.best is not None else []),
         ("folder", str(event.folder), ""),
         ("checkpoint", "none was saved" if event.checkpoint is None else str(event.checkpoint), ""),
+        *([("", "the last steps could not be saved", "yellow")] if event.checkpoint and not event.saved else []),
     ]
     return _listed(entries)
 

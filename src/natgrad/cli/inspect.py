@@ -8,7 +8,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -23,8 +22,7 @@ from natgrad.cli.drawing import parts_bar, parts_legend, report_table
 from natgrad.data import Data, MissingData, Place
 from natgrad.recipes import Recipe, RecipeError
 from natgrad.recipes.objects import kfac_arguments, model_default
-from natgrad.training.events import PARTS, Evaluated, Finished, Started
-from natgrad.training.events import Progress as Told
+from natgrad.training.events import PARTS, Listener
 from natgrad.training.ranks import Ranks
 from natgrad.training.run import arithmetic, warnings_told
 from natgrad.training.trainer import Trainer
@@ -52,7 +50,7 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
             inv_update_epochs=None,
         )
         trainer = Trainer(
-            dataclasses.replace(recipe, kfac=often), data, ranks=ranks, listener=Silence(), checkpoints=None
+            dataclasses.replace(recipe, kfac=often), data, ranks=ranks, listener=Listener(), checkpoints=None
         )
         steps = _measured(trainer, console)
     assert trainer.kfac is not None
@@ -194,31 +192,3 @@ def _table(*names: str) -> Table:
     for number, name in enumerate(names):
         table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
     return table
-
-
-class Silence:
-    """Listens and says nothing."""
-
-    def started(self, event: Started) -> None:
-        """Nothing."""
-
-    def stepped(self, step: int) -> None:
-        """Nothing."""
-
-    def progress(self, event: Told) -> None:
-        """Nothing."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def evaluated(self, event: Evaluated) -> None:
-        """Nothing."""
-
-    def saved(self, path: Path, step: int) -> None:
-        """Nothing."""
-
-    def warned(self, text: str) -> None:
-        """Nothing."""
-
-    def finished(self, event: Finished) -> None:
-        """Nothing."""

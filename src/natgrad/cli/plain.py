@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO
 
 from natgrad.cli import formatting as form
-from natgrad.training.events import Evaluated, Finished, Progress, Started
+from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
 
 
-class Plain:
+class Plain(Listener):
     """A listener that logs: every event but most of the progress on one line, with the time since the start.
 
     `every` is how many seconds lie between two lines of progress at least. Lines are flushed one by one, so that
@@ -54,9 +54,6 @@ class Plain:
         ]
         self._write("  ".join(words))
 
-    def stepped(self, step: int) -> None:
-        """Nothing: lines are for numbers."""
-
     def progress(self, event: Progress) -> None:
         """The first one, and then one every so often."""
         now = self._clock()
@@ -78,9 +75,6 @@ class Plain:
             f"left {form.duration(event.remaining)}",
         ]
         self._write("  ".join(words))
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing: its result is a line."""
 
     def evaluated(self, event: Evaluated) -> None:
         """The test result."""
@@ -117,7 +111,7 @@ class Plain:
         ]
         self._write("  ".join(words))
         if resumable(event):
-            self._write(f"to go on: {resume_command(event.folder)}")
+            self._write(f"to go on: {resume_command(event)}")
 
     def _where(self, epoch: float, step: int) -> str:
         """``epoch 3.20/10  step 480/1500``, as wide at the beginning as at the end."""
@@ -154,9 +148,10 @@ def resumable(event: Finished) -> bool:
     return event.reason != "finished" and event.checkpoint is not None
 
 
-def resume_command(folder: Path) -> str:
-    """What to type to go on; folders with blanks are quoted."""
-    return f"natgrad train {shlex.quote(str(folder))} --resume"
+def resume_command(event: Finished) -> str:
+    """What to type to go on, on as many processes; folders with blanks are quoted."""
+    command = "natgrad" if event.ranks == 1 else f"torchrun --nproc-per-node {event.ranks} -m natgrad"
+    return f"{command} train {shlex.quote(str(event.folder))} --resume"
 
 
 def discard(stream: IO[str]) -> None:

@@ -21,8 +21,9 @@ def read(path: Path, notes: Notes) -> tuple[Tensor, tuple[str, ...]]:
         raise MissingData(
             f"there is no text at {path}: put a UTF-8 file there, or name another: data.path=..."
         ) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(f"{path} cannot be read: {reason or error}") from error
     text = _decoded(content, path, notes)
     if not text:
         raise DataError(f"{path} is empty")

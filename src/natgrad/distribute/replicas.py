@@ -49,7 +49,11 @@ def sum_over_ranks(
         parts = flat.split([moments[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             summed[place] = part.view(moments[place].shape)
-    numbers = torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+    numbers = torch.tensor([0.0 if isinstance(count, Tensor) else count for count in counts], dtype=torch.float64)
+    numbers = numbers.to(device)
+    for place, count in enumerate(counts):
+        if isinstance(count, Tensor):
+            numbers[place] = count
     dist.all_reduce(numbers, group=group)
     return summed, numbers.tolist()
 

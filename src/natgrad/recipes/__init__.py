@@ -10,7 +10,7 @@ from natgrad.recipes.objects import check
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError, as_table, build, nearest, overridden, parsed
 
-__all__ = ["Recipe", "RecipeError", "load", "names", "source", "to_toml"]
+__all__ = ["Recipe", "RecipeError", "load", "names", "source", "summary", "to_toml"]
 
 _FOLDER = Path(__file__).parent
 
@@ -47,6 +47,11 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     recipe = build(overridden(_read(source(name)), overrides))
     check(recipe)
     return recipe
+
+
+def summary(name: str) -> str:
+    """What one of natgrad's recipes is, in a line."""
+    return str(_read(source(name)).get("summary", ""))
 
 
 def to_toml(recipe: Recipe) -> str:

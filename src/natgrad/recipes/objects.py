@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from natgrad import models, schedules
+from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.models import ChunkedBatchNorm2d
 from natgrad.recipes.schema import KFACOptions, ModelOptions, OptimizerOptions, Recipe
@@ -32,6 +34,14 @@ _SCHEDULES: dict[str, tuple[Callable[..., schedules.Schedule], tuple[str, ...], 
     "exponential": (schedules.exponential, ("value", "factor"), ("every",)),
     "cosine": (schedules.cosine, ("value",), ("over", "end")),
 }
+_IMAGES = ("path", "flip", "size", "resize", "square", "crop", "smallest_crop", "workers", "augment_on")
+_READ = {
+    "digits": ("flip", "pad"),
+    "cifar10": ("path", "flip", "pad", "augment_on"),
+    "images": _IMAGES,
+    "text": ("path", "context", "test_part"),
+}
+"""The fields of ``[data]`` that mean something to each kind."""
 _WARMUP = ("warmup", "warmup_start")
 _LOOKS = 400  # at a schedule, over all epochs
 
@@ -51,11 +61,23 @@ def check(recipe: Recipe) -> None:
     if recipe.kfac.enabled:
         # Patterns are looked up in the real model.
         general = dataclasses.replace(recipe.kfac, exclude=None, doubly_factored=None, sharing=None)
-        build_kfac(dataclasses.replace(recipe, kfac=general), layer, steps_per_epoch=1).attach(optimizer).detach()
+        with warnings.catch_warnings():  # the real one warns
+            warnings.simplefilter("ignore", NatgradWarning)
+            build_kfac(dataclasses.replace(recipe, kfac=general), layer, steps_per_epoch=1).attach(optimizer).detach()
 
 
 def _check_parts(recipe: Recipe) -> None:
     data, training, kfac = recipe.data, recipe.training, recipe.kfac
+    for field in dataclasses.fields(data):
+        changed = getattr(data, field.name) != field.default
+        if changed and field.name not in ("kind", "damaged", *_READ[data.kind]):
+            raise RecipeError(
+                f"data.{field.name} has no effect on {data.kind}, which takes {', '.join(_READ[data.kind])}"
+            )
+    if recipe.model.norm_chunk != 32 and recipe.model.norm != "chunked":
+        raise RecipeError('model.norm_chunk goes with model.norm="chunked"')
+    if recipe.model.options.get("auxiliary"):
+        raise RecipeError("model.auxiliary: natgrad train has no loss for auxiliary heads")
     if data.kind != "digits" and not data.path:
         raise RecipeError(f"data.path is missing: where is the {'file' if data.kind == 'text' else 'folder'}?")
     if data.crop == "random" and data.kind == "images" and data.resize < data.size:

@@ -39,7 +39,7 @@ class DataOptions:
     path: str | None = field(None, "the folder or file; digits need none")
     damaged: Literal["refuse", "skip"] = field("refuse", "what to do about files that cannot be read: stop, or go on")
     flip: bool = field(False, "mirror half of the training images")
-    pad: int = field(0, "shift training images by up to so many pixels (padded with zeros)", at_least=0)
+    pad: int = field(0, "in-memory images: shift by up to so many pixels (padded with zeros)", at_least=0)
     size: int = field(224, "images: height and width that the model gets", at_least=8)
     resize: int = field(256, "images: resize to this before cropping", at_least=8)
     square: bool = field(False, "images: resize both sides, without keeping the proportions; else the shorter one")
@@ -53,7 +53,7 @@ class DataOptions:
     test_part: float = field(0.1, "text: the last part of the file is for testing", above=0, below=1)
     workers: int | None = field(None, "images: decoding processes a rank; default: the cores that are left", at_least=0)
     augment_on: Literal["auto", "cpu", "device"] = field(
-        "auto", "where crops and flips are made: the faster, or as told"
+        "auto", "where crops and flips are made (of files: flips): where it is faster, or as told"
     )
 
 
@@ -87,7 +87,9 @@ class TrainingOptions:
     precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "bf16 runs the model under autocast")
     channels_last: bool = field(False, "memory format of images and convolutions")
     compile: bool = field(False, "torch.compile the model")
-    deterministic: bool = field(False, "only deterministic kernels, so that GPU runs repeat bit for bit")
+    deterministic: bool = field(
+        False, "deterministic kernels wherever there are some, so that GPU runs repeat bit for bit"
+    )
     polyak: float | None = field(None, "evaluate an average of the weights with this decay", at_least=0, below=1)
     evaluate_every: float = field(1.0, "epochs between evaluations", above=0)
     checkpoint_every: float = field(10.0, "minutes between checkpoints, beside those of evaluations", above=0)

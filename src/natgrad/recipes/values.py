@@ -189,7 +189,7 @@ def bounded(value: float, path: str, bounds: Mapping[str, Any], *, where: str = 
         raise RecipeError(f"{path} must be a finite number, got {value!r}{where}")
     wanted = [(name, bounds[name]) for name in _BOUNDS if name in bounds]
     if not all(_BOUNDS[name](value, bound) for name, bound in wanted):
-        text = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in wanted)
+        text = " and ".join(f"{name.replace('_', ' ')} {bound:,}" for name, bound in wanted)
         raise RecipeError(f"{path} must be {text}, got {value!r}{where}")
     return value
 

@@ -147,6 +147,13 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> Loaded:
     return Loaded(state=contents["state"], path=path, step=contents["step"])
 
 
+def weights(path: Path | str, *, map_location: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """The weights that were evaluated, for ``model.load_state_dict``: with Polyak averaging, their average."""
+    state = load(Path(path), map_location=map_location).state
+    found: dict[str, torch.Tensor] = state["model"] if state["average"] is None else state["average"]["average"]
+    return found
+
+
 def _loaded_or_why_not(path: Path, map_location: torch.device | str) -> Loaded | str:
     try:
         return load(path, map_location=map_location)

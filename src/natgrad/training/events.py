@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 PARTS = ("data", "model", "statistics", "solve", "precondition")
 """What a step's time is split into. ``model``: forward, backward and the optimizer."""
@@ -70,7 +69,9 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The end. `reason` is ``"finished"``, or the name of the signal that asked for it."""
+    """The end. `reason` is ``"finished"``, or the name of the signal that asked for it; `checkpoint` is the last one
+    there is, and `saved` whether it holds the end.
+    """
 
     step: int
     reason: str
@@ -78,10 +79,12 @@ class Finished:
     folder: Path
     checkpoint: Path | None
     best: Evaluated | None
+    saved: bool = True
+    ranks: int = 1
 
 
-class Listener(Protocol):
-    """Whoever wants to know."""
+class Listener:
+    """Whoever wants to know; what is not overridden is not listened to."""
 
     def started(self, event: Started) -> None:
         """Once, before the first step."""

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 WAIT = timedelta(minutes=10)
 """Longest wait for another rank; a rank that has died ends the run instead of stopping it for ever."""
@@ -60,20 +63,37 @@ class Ranks:
 @contextmanager
 def started(device: str | None = None) -> Iterator[Ranks]:
     """Joins the other ranks where torchrun has started several; leaves them at the end."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        count, local = (int(os.environ.get(*one)) for one in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    except ValueError as error:
+        raise DeviceError(f"torchrun's environment variables are not numbers: {error}") from None
     chosen = _device(device, local)
     if count == 1:
         yield Ranks(device=chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=WAIT)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=WAIT, **_store_of_attempt())
+    except ValueError as error:
+        raise DeviceError(f"the ranks cannot find each other: {error}. Start them with torchrun") from error
     try:
         hosts = dist.new_group(backend="gloo", timeout=WAIT)
         yield Ranks(rank=dist.get_rank(), count=count, device=chosen, hosts=hosts)
     finally:
         dist.destroy_process_group()
+
+
+def _store_of_attempt() -> dict[str, Any]:
+    """After torchrun has restarted the ranks, its store still has the addresses of the attempt before, and they would
+    wait for each other in vain (pytorch/pytorch#135712): on one machine a prefix tells the attempts apart.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":  # machines may count differently
+        return {}
+    store, rank, count = next(rendezvous("env://", timeout=WAIT))
+    return {"store": PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": count}
 
 
 def _device(given: str | None, local: int) -> torch.device:

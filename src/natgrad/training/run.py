@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,8 @@ import torch
 from natgrad import data as data_package
 from natgrad.recipes import Recipe, to_toml
 from natgrad.training import environment
-from natgrad.training.checkpoints import Checkpoints
+from natgrad.training.checkpoints import CheckpointError, Checkpoints
+from natgrad.training.checkpoints import load as load_checkpoint
 from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
 from natgrad.training.files import remove_leftovers, write_text_atomically
 from natgrad.training.metrics_file import MetricsFile
@@ -58,7 +60,7 @@ def run(
         stop = stack.enter_context(Stop(ranks).listening())
         stack.enter_context(arithmetic(recipe))
         everybody = Everybody([listener] if ranks.first else [])
-        stack.enter_context(warnings_told(everybody.warned))
+        stack.enter_context(warnings_told(everybody.warned if ranks.first else partial(_tell_of_rank, ranks.rank)))
         place = data_package.Place(
             device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=recipe.training.channels_last
         )
@@ -94,17 +96,36 @@ def _refuse_folder(folder: Path, *, resume: bool) -> None:
 
 
 def _go_on(trainer: Trainer, checkpoints: Checkpoints) -> list[str]:
-    """Takes over the latest checkpoint that can be read; returns what is wrong with newer ones."""
-    loaded = checkpoints.latest(map_location=trainer.ranks.device)
+    """Takes over the latest checkpoint that can be read, the same on all ranks; returns what is worth a word."""
+    ranks, loaded, problems = trainer.ranks, None, []
+    try:
+        if ranks.first:
+            loaded = checkpoints.latest(map_location=ranks.device)
+        path = ranks.told("" if loaded is None else str(loaded.path))
+        if loaded is None and path:
+            loaded = load_checkpoint(Path(path), map_location=ranks.device)
+    except CheckpointError as error:
+        problems = [f"{f'rank {ranks.rank}: ' if ranks.count > 1 else ''}{error}"]
+        if ranks.first:
+            ranks.told("")
+    if problems := ranks.gathered(problems):
+        shared = "; all ranks must see the folder of the run" if ranks.count > 1 else ""
+        raise CheckpointError("; ".join(problems) + shared)
     if loaded is None:
         return []
     trainer.load_state_dict(loaded.state)
     trainer.last_checkpoint = loaded.path
-    if trainer.ranks.first and trainer.best is not None and trainer.best.step == loaded.step:
-        checkpoints.mark_best(loaded.path)  # a kill may have come in between
     notes = [f"{text}; going on from {loaded.path.name} instead" for text in loaded.damaged]
-    if (before := loaded.state["ranks"]) != trainer.ranks.count:
-        notes.append(f"the checkpoint was written by {before} ranks, and now there are {trainer.ranks.count}")
+    if (before := loaded.state["ranks"]) != ranks.count:
+        notes.append(f"the checkpoint was written by {before} ranks, and now there are {ranks.count}")
+    known = (loaded.state["cases"], loaded.state["labels"])
+    if known != (trainer.data.train.cases, list(trainer.data.labels)):
+        notes.append("the data has changed since the checkpoint: other cases, or other classes")
+    if ranks.first and trainer.best is not None and trainer.best.step == loaded.step:
+        try:
+            checkpoints.mark_best(loaded.path)  # a kill may have come in between
+        except CheckpointError as error:
+            notes.append(str(error))
     return notes
 
 
@@ -156,7 +177,7 @@ def _threads() -> str:
 def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:
     whole = trainer.step >= trainer.total_steps and trainer.evaluated
     saved = trainer.saved_at == trainer.step or trainer.save()
-    path = trainer.ranks.told(str(trainer.last_checkpoint or "") if saved else "")
+    path, kept = trainer.ranks.told(f"{trainer.last_checkpoint or ''}\n{saved:d}").split("\n")
     return Finished(
         step=trainer.step,
         reason=stop.reason if stop.reason and not whole else "finished",
@@ -164,6 +185,8 @@ def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:
         folder=folder,
         checkpoint=Path(path) if path else None,
         best=trainer.best,
+        saved=kept == "1",
+        ranks=trainer.ranks.count,
     )
 
 
@@ -203,7 +226,11 @@ def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-class Everybody:
+def _tell_of_rank(rank: int, text: str) -> None:
+    print(f"rank {rank}: warning: {text}", file=sys.stderr)
+
+
+class Everybody(Listener):
     """Passes on what a run tells to all who listen."""
 
     def __init__(self, listeners: Iterable[Listener]) -> None:
@@ -257,7 +284,7 @@ class Everybody:
             one.finished(event)
 
 
-class Recorder:
+class Recorder(Listener):
     """Writes what a run tells into its metrics.jsonl."""
 
     def __init__(self, path: Path, *, recipe: Recipe, resume_from: int | None, warn: Callable[[str], None]) -> None:
@@ -277,9 +304,6 @@ class Recorder:
     def progress(self, event: Progress) -> None:
         """Means over some training steps."""
         self._file.write("train", **asdict(event))
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Not written."""
 
     def evaluated(self, event: Evaluated) -> None:
         """The test cases."""

@@ -12,12 +12,12 @@ _LARGE, _EVERY = 2**18, 8  # of outputs larger than this, only those of every ei
 
 
 class Tally:
-    """Adds up loss, correct predictions (also among the best five) and predictions. Without `all`, the accuracy of
-    large outputs is that of every eighth batch.
+    """Adds up loss, correct predictions (also among the best five) and predictions. `sampled`: the accuracy of large
+    outputs is that of every eighth batch.
     """
 
-    def __init__(self, device: torch.device, *, accuracy: bool, top5: bool = False, all: bool = True) -> None:
-        self._all = all
+    def __init__(self, device: torch.device, *, accuracy: bool, top5: bool = False, sampled: bool = False) -> None:
+        self._sampled = sampled
         self._device = device
         self._accuracy, self._top5 = accuracy, top5
         self._reset()
@@ -36,7 +36,7 @@ class Tally:
         """Takes in a batch; its loss counts `weight` times. Mostly it is only put aside."""
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        if self._accuracy and (self._all or output.numel() <= _LARGE or self._skipped % _EVERY == 0):
+        if self._accuracy and (not self._sampled or output.numel() <= _LARGE or self._skipped % _EVERY == 0):
             self._outputs.append((output.detach(), target))
             self._held += output.numel()
             if self._held > _HELD:

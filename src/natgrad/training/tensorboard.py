@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .events import Evaluated, Finished, Progress, Started
+from .events import Evaluated, Finished, Listener, Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,7 +25,7 @@ def available() -> bool:
     return True
 
 
-class TensorBoard:
+class TensorBoard(Listener):
     """A listener that draws curves. `problem` says why it does nothing (any more), where that is so.
 
     `warn` gets the same text, once. After a failed write nothing more is written: TensorBoard's own thread has died of
@@ -50,12 +50,6 @@ class TensorBoard:
         except Exception as error:
             self._give_up(self._not_written(error))
 
-    def started(self, event: Started) -> None:
-        """Nothing to draw."""
-
-    def stepped(self, step: int) -> None:
-        """Nothing to draw."""
-
     def progress(self, event: Progress) -> None:
         """Training's curves, K-FAC's, and where the time goes (milliseconds)."""
         self._add(
@@ -73,18 +67,9 @@ class TensorBoard:
             },
         )
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing to draw."""
-
     def evaluated(self, event: Evaluated) -> None:
         """The test's curves."""
         self._add(event.step, {"test/loss": event.loss, "test/accuracy": event.accuracy, "test/top5": event.top5})
-
-    def saved(self, path: Path, step: int) -> None:
-        """Nothing to draw."""
-
-    def warned(self, text: str) -> None:
-        """Nothing to draw."""
 
     def finished(self, event: Finished) -> None:
         """Everything is on disk from here on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -93,8 +94,8 @@ class Trainer:
         self._since: float | None = None
         self._began = (0, time.perf_counter())
         self._saved_at = time.perf_counter()
-        self._tally = Tally(ranks.device, accuracy=self.classifies, all=False)
-        self._reading: tuple[int, float, Reading] | None = None
+        self._tally = Tally(ranks.device, accuracy=self.classifies, sampled=True)
+        self._reading: tuple[int, float, float | None, Reading] | None = None
 
     # The loop
 
@@ -172,9 +173,8 @@ class Trainer:
             output = model(inputs)
             logits = output if isinstance(output, Tensor) else output[0]  # a GoogLeNet's heads come after
             if self.classifies:
-                loss = functional.cross_entropy(
-                    logits.flatten(0, -2), targets.flatten(), label_smoothing=training.label_smoothing
-                )
+                smoothing = training.label_smoothing if model.training else 0.0  # tests have their labels as they are
+                loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=smoothing)
             else:
                 loss = functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(targets)
         return logits, loss
@@ -182,7 +182,7 @@ class Trainer:
     # Telling
 
     def _tell(self, every: int) -> None:
-        if self._reading is not None and self._reading[2].arrived():
+        if self._reading is not None and self._reading[-1].arrived():
             self._finish_reading()
         if self.step % every == 0 or self.step == self.total_steps:
             self._finish_reading()
@@ -191,15 +191,16 @@ class Trainer:
             if clip is not None:
                 last = torch.stack([clip.predicted_kl, clip.factor]).to(numbers)
                 numbers = torch.cat([numbers, last])
-            self._reading = (self.step, self.optimizer.param_groups[0]["lr"], Reading(numbers))
-            if self._reading[2].arrived():
+            damping = None if self.kfac is None else self.kfac.last_damping
+            self._reading = (self.step, self.optimizer.param_groups[0]["lr"], damping, Reading(numbers))
+            if self._reading[-1].arrived():
                 self._finish_reading()
 
     def _finish_reading(self) -> None:
         """Tells what the numbers say that were asked for some steps ago."""
         if self._reading is None:
             return
-        step, rate, reading = self._reading
+        step, rate, damping, reading = self._reading
         self._reading = None
         loss, correct, _, predictions, weight, *clip = reading.values()
         seconds, times = self.clock.take()
@@ -216,7 +217,7 @@ class Trainer:
                 loss=mean,
                 accuracy=correct / predictions if predictions else None,
                 lr=rate,
-                damping=None if self.kfac is None else self.kfac.damping,
+                damping=damping,
                 predicted_kl=clip[0] if clip else None,
                 clip_factor=clip[1] if clip else None,
                 parts=parts,
@@ -277,10 +278,10 @@ class Trainer:
                 best=_is_better(mean, accuracy, self.best),
             )
             self._evaluated_at = self.step
-            if event.best:
-                self.best = event
             self.listener.evaluated(event)
-            self.save(best=event.best)
+            before, self.best = self.best, event if event.best else self.best
+            if not self.save(best=event.best):
+                self.best = before  # what is not on disk is lost: a later one may still become the best
         return True
 
     def _sums_of_test(self, stop: Stop) -> Tensor | None:
@@ -360,6 +361,9 @@ class Trainer:
             "seconds": self.seconds,
             "best": None if self.best is None else asdict(self.best),
             "ranks": self.ranks.count,
+            "steps_per_epoch": self.steps_per_epoch,
+            "cases": self.data.train.cases,
+            "labels": list(self.data.labels),
             "optimizer_name": self.recipe.optimizer.name,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -379,7 +383,12 @@ class Trainer:
                 "the checkpoint does not fit the recipe: optimizer.name was "
                 f"{state['optimizer_name']!r} and is {mine!r}"
             )
-        options = [{name: group[name] for name in self.recipe.optimizer.options} for group in self._groups()]
+        if (before := state["steps_per_epoch"]) != self.steps_per_epoch and state["cases"] == self.data.train.cases:
+            raise CheckpointError(
+                f"the checkpoint does not fit: an epoch had {before} steps and has {self.steps_per_epoch} now. Keep "
+                f"the product of training.batch and the number of ranks, which were {state['ranks']}"
+            )
+        options = self._options()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -389,15 +398,17 @@ class Trainer:
                 self.average.load_state_dict(state["average"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit the recipe: {error}") from error
-        for group, given in zip(self._groups(), options, strict=True):
+        for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update(given)  # the recipe's, should they have been changed for the rest of the run
         self.step = self.saved_at = state["step"]
         self._evaluated_at = state["evaluated_at"]
         self._seconds = state["seconds"]
         self.best = None if state["best"] is None else Evaluated(**state["best"])
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    def _options(self) -> list[dict[str, Any]]:
+        """What the recipe gives the optimizer, group by group; the learning rate is set in every step."""
+        known = set(inspect.signature(type(self.optimizer)).parameters) - {"lr", "params"}
+        return [{name: group[name] for name in known if name in group} for group in self.optimizer.param_groups]
 
     def _refuse_misfit(self) -> None:
         """Shows the network one case in evaluation mode, so that a misfit of model and data is told at once."""
