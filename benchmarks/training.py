@@ -171,7 +171,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Training loss (thin) and test accuracy or loss of each recipe; a run with and one without K-FAC are one panel."""
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, lines in runs.items():
-        recipe, _, variant = name.partition("@")
+        recipe, _, variant = name.partition("--")
         groups.setdefault(recipe, {})[variant or "kfac"] = lines
     figure, panels = pyplot.subplots(2, len(groups), figsize=(4.2 * len(groups), 6.4), squeeze=False)
     colours = {"kfac": "#0072b2", "baseline": "#555555"}
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--repeats", type=int, default=15)
     add("--device")
     add("--out", type=Path)
-    add("--plot", nargs="+", type=Path, help="folders of runs, named RECIPE or RECIPE@baseline")
+    add("--plot", nargs="+", type=Path, help="folders of runs, named RECIPE or RECIPE--baseline")
     given = parser.parse_args(argv)
     if given.plot:
         draw(curves(given.plot), given.out or Path("training.png"))

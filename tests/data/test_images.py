@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
+import natgrad
 from natgrad import data
 from natgrad.data import decoding, folders, images
 from natgrad.data.draws import CASE, ORDER, generator, mixed
@@ -150,17 +151,31 @@ def test_epochs_go_on_one_after_the_other_or_not(shared: Path, workers: int) -> 
     found.close()
 
 
-def test_a_worker_that_dies_is_told_and_replaced(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_die_are_told_and_replaced(shared: Path) -> None:
+    found, whole = load(shared, workers=2), list(load(shared).train.epoch(1, batch=4))
+    batches = found.train.epoch(1, batch=4)
+    served = [next(batches)]
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.warns(natgrad.NatgradWarning, match=r"decodes images ended: DataLoader worker.*taken its place"):
+        served += list(batches)
+    assert same(served, whole)
+    found.close()
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_workers_that_always_die_end_the_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead:
         def __iter__(self) -> Iterator[Any]:
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error.\nAnd so on.")
 
     train = load(shared).train
-    monkeypatch.setattr(train, "_loader", Dead())
-    with pytest.raises(
-        data.DataError, match=r"images ended: DataLoader worker .* Bus error. \(out of memory\?.*/dev/shm"
-    ):
-        list(train.epoch(1, batch=4))
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "_started", lambda batch: Dead())
+        with pytest.raises(
+            data.DataError, match=r"images ended: DataLoader worker .* Bus error. \(out of memory\?.*/dev/shm"
+        ):
+            list(train.epoch(1, batch=4))
     assert len(list(train.epoch(1, batch=4))) == 5
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from natgrad.data.chunks import augmenting_side, upload
 from natgrad.data.decoding import Answer, Decoder, Request
 from natgrad.data.draws import rank_order
 from natgrad.data.pixels import Scale, finished, mirrored
+from natgrad.errors import NatgradWarning
 from natgrad.recipes.schema import DataOptions
 
 SCALE = Scale(mean=(0.485, 0.456, 0.406), deviation=(0.229, 0.224, 0.225))
@@ -30,6 +33,9 @@ PART = 32
 
 AHEAD = 3
 """Batches decoded ahead, at least."""
+
+RETRIES = 3
+"""How often in an epoch workers that were lost are replaced."""
 
 
 def default_workers() -> int:
@@ -117,6 +123,9 @@ class ImageFiles:
     def close(self) -> None:
         """Ends the workers. Harmless twice; the next epoch starts new ones."""
         self._turn += 1
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         iterator = getattr(self._loader, "_iterator", None)
         self._loader = self._begun = None
         if iterator is not None:
@@ -150,26 +159,50 @@ class ImageFiles:
         one, which then begins without a wait.
         """
         begun, self._begun = self._begun, None
+        served = lost = 0
+        parts = begun[2] if begun is not None and first and begun[:2] == (epoch, batch) else None
+        while True:
+            try:
+                if parts is None:
+                    parts = self._decoding(epoch, rows[served:], batch)
+                for row in rows[served:]:
+                    answers = [self._checked(next(parts)) for _ in row.split(PART)]
+                    served += 1
+                    yield answers
+                break
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                lost += 1
+                self._end_workers()
+                parts = None
+                self._tell_of_loss(error, again=lost <= RETRIES)
+        if epoch is not None:
+            self._begun = (epoch + 1, batch, parts)
+
+    def _tell_of_loss(self, error: RuntimeError, *, again: bool) -> None:
+        """What a batch is made of does not depend on who decodes it: a process that is lost costs a few seconds."""
+        text = (
+            f"a process that decodes images ended: {str(error).splitlines()[0]} "
+            "(out of memory? try fewer data.workers, or give the machine more shared memory, /dev/shm)"
+        )
+        if not again:
+            raise DataError(text) from error
+        warnings.warn(f"{text}; others have taken its place", NatgradWarning, stacklevel=2)
+
+    def _decoding(self, epoch: int | None, rows: tuple[Tensor, ...], batch: int) -> Iterator[Answer]:
+        self._plan.requests = self._requests(epoch, rows, batch)
+        if self._loader is not None:
+            return iter(self._loader)
+        self._loader = self._started(batch)
+        # torch's handler would raise in the middle of anything when a worker dies; without it, the next batch does.
+        here = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGCHLD) if here else None
         try:
-            if begun is not None and first and begun[:2] == (epoch, batch):
-                parts = begun[2]
-            else:
-                self._plan.requests = self._requests(epoch, rows, batch)
-                if self._loader is None:
-                    self._loader = self._started(batch)
-                parts = iter(self._loader)
-            for row in rows:
-                yield [self._checked(next(parts)) for _ in row.split(PART)]
-            if epoch is not None:
-                self._begun = (epoch + 1, batch, parts)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            self.close()
-            raise DataError(
-                f"a process that decodes images ended: {str(error).splitlines()[0]} "
-                "(out of memory? try fewer data.workers, or give the machine more shared memory, /dev/shm)"
-            ) from error
+            return iter(self._loader)
+        finally:
+            if here and handler is not None:
+                signal.signal(signal.SIGCHLD, handler)
 
     def _requests(self, epoch: int | None, rows: tuple[Tensor, ...], batch: int) -> Iterator[Request]:
         """This epoch's, and for training those of all that follow."""
