@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 from natgrad import data, recipes
 from natgrad.recipes import Recipe
@@ -110,7 +111,7 @@ def trainer_loop(trainer: Trainer, stop: Stop) -> Callable[[int], None]:
     return loop
 
 
-def measure(recipe: Recipe, cases: data.Data, ranks: Ranks, *, steps: int, repeats: int) -> dict[str, Any]:
+def measure(recipe: Recipe, cases: dict[str, data.Data], ranks: Ranks, *, steps: int, repeats: int) -> dict[str, Any]:
     """Medians over turns of the bare loop, the trainer without K-FAC and the trainer with it."""
     # For ever, and without what the bare loop has not: an average of the weights.
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, epochs=10**6, polyak=None))
@@ -118,7 +119,7 @@ def measure(recipe: Recipe, cases: data.Data, ranks: Ranks, *, steps: int, repea
     stop = Stop(ranks)
     told = {"without": Parts(), "with": Parts()}
     trainers = {
-        name: Trainer(which, cases, ranks=ranks, listener=told[name])
+        name: Trainer(which, cases[name], ranks=ranks, listener=told[name])
         for name, which in (("without", plain), ("with", recipe))
     }
     loops = {"bare": bare_loop(recipe, trainers["without"])}
@@ -174,23 +175,24 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
         recipe, _, variant = name.partition("--")
         groups.setdefault(recipe, {})[variant or "kfac"] = lines
     figure, panels = pyplot.subplots(2, len(groups), figsize=(4.2 * len(groups), 6.4), squeeze=False)
-    colours = {"kfac": "#0072b2", "baseline": "#555555"}
+    looks = {"kfac": ("K-FAC", "#0072b2"), "baseline": ("the same without K-FAC", "#555555")}
     for column, (recipe, variants) in enumerate(groups.items()):
         upper, lower = panels[0][column], panels[1][column]
         for variant, lines in variants.items():
             train = [line for line in lines if line["kind"] == "train"]
             test = [line for line in lines if line["kind"] == "test"]
-            colour = colours.get(variant)
-            upper.plot([t["epoch"] for t in train], [t["loss"] for t in train], colour, lw=1, label=variant)
+            label, colour = looks.get(variant, (variant, None))
+            upper.plot([t["epoch"] for t in train], [t["loss"] for t in train], colour, lw=1, label=label)
             key = "loss" if recipe.startswith("text") else "accuracy"
             values = [t[key] * (1 if key == "loss" else 100) for t in test]
-            lower.plot([t["epoch"] for t in test], values, colour, marker=".", label=variant)
+            lower.plot([t["epoch"] for t in test], values, colour, marker=".", label=label)
             lower.set_ylabel("test loss" if key == "loss" else "test accuracy, %")
         upper.set_title(recipe)
         upper.set_ylabel("training loss")
         lower.set_xlabel("epoch")
         for panel in (upper, lower):
             panel.grid(alpha=0.3)
+            panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             panel.spines[["top", "right"]].set_visible(False)
         upper.legend(frameon=False)
     figure.tight_layout()
@@ -220,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with processes.started(given.device) as ranks:
         for name, overrides in wanted:
             recipe = recipes.load(name, overrides)
-            with arithmetic(recipe), loaded(recipe, ranks) as cases:
+            # Each with its own: files are decoded for one epoch at a time.
+            with arithmetic(recipe), loaded(recipe, ranks) as some, loaded(recipe, ranks) as others:
+                cases = {"without": some, "with": others}
                 results[name] = measure(recipe, cases, ranks, steps=given.steps, repeats=given.repeats)
             print(row(name, results[name]), flush=True)
     if given.out:
