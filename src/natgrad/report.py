@@ -60,7 +60,7 @@ class Report:
     def __str__(self) -> str:
         rows = [("parameter", "block", "factors", "memory")]
         rows += [
-            (line.parameter, line.block, line.factors, _size(line.bytes))
+            (line.parameter, line.block, line.factors, memory(line.bytes))
             if line.covered
             else (
                 line.parameter,
@@ -89,12 +89,13 @@ class Report:
         share = sum(line.elements for line in covered) / max(1, sum(line.elements for line in self.lines))
         text.append(
             f"{len(covered)} of {len(self.lines)} parameters ({share:.1%} of all weights) have a block; "
-            f"{_size(self.bytes)} of factors and decompositions; {self.state}"
+            f"{memory(self.bytes)} of factors and decompositions; {self.state}"
         )
         return "\n".join(text)
 
 
-def _size(count: int) -> str:
+def memory(count: float) -> str:
+    """Bytes, for people: ``161.8 KiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from natgrad.report import memory
 from natgrad.training.events import PARTS, Progress
 
 UNKNOWN = "?"
@@ -106,15 +107,7 @@ def rate(value: float | None) -> str:
 
 def size(bytes: float | None) -> str:
     """Memory: ``161.8 KiB``."""
-    if not _finite(bytes):
-        return UNKNOWN
-    if abs(bytes) < 1024:
-        return f"{bytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        bytes /= 1024
-        if abs(bytes) < 1024:
-            return f"{bytes:.1f} {unit}"
-    return f"{bytes / 1024:.1f} TiB"
+    return memory(bytes) if _finite(bytes) else UNKNOWN
 
 
 def plural(value: int, noun: str) -> str:

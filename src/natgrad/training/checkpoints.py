@@ -20,6 +20,8 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from natgrad.report import memory
+
 from .files import link_atomically, remove_leftovers, write_atomically
 
 FORMAT = "natgrad checkpoint"
@@ -120,7 +122,7 @@ class Checkpoints:
         except CheckpointError as hidden:
             before = f"Earlier ones were not touched ({hidden})."
         return (
-            f"could not write the checkpoint {path}: {_reason(error)}. It needs about {_size(_bytes(contents))}; "
+            f"could not write the checkpoint {path}: {_reason(error)}. It needs about {memory(_bytes(contents))}; "
             f"{_free(path)} {before} Make room (or look at permissions and quota), then resume."
         )
 
@@ -250,19 +252,10 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
 def _free(path: Path) -> str:
     folder = next(one for one in path.absolute().parents if os.path.isdir(one))
     try:
-        return f"{_size(shutil.disk_usage(folder).free)} are free on its disk."
+        return f"{memory(shutil.disk_usage(folder).free)} are free on its disk."
     except OSError:
         return "how much is free on its disk cannot be found out."
 
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("the loop returns")
