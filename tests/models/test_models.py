@@ -65,6 +65,7 @@ VIT_TINY = {"image": 8, "patch": 4, "layers": 2, "heads": 2, "width": 12, "num_c
         ("gpt", {}, 124_439_808),
         ("gpt", {"tied": False}, 124_439_808 + 50257 * 768),
         # Ba, Grosse & Martens 2017, section 6.1, and Hinton & Salakhutdinov 2006: by hand
+        ("digits_convnet", {}, (9 + 1) * 32 + (288 + 1) * 64 + (1024 + 1) * 10),
         ("cifar_convnet", {}, (75 + 1) * 32 + (800 + 1) * 32 + (800 + 1) * 64 + (1024 + 1) * 10),
         (
             "autoencoder",
@@ -109,6 +110,7 @@ def test_one_logit_a_class(name: str, side: int, classes: int) -> None:
 def test_every_model_is_tested_here() -> None:
     tested = {"resnet18", "resnet20", "resnet32", "resnet34", "resnet44", "resnet50", "resnet56", "resnet101"}
     tested |= {"resnet110", "resnet152", "alexnet", "autoencoder", "cifar_convnet", "googlenet", "gpt", "vgg16", "vit"}
+    tested |= {"digits_convnet"}
     assert set(models.names()) == tested
 
 
@@ -127,6 +129,7 @@ def _gpt_tokens() -> Tensor:
 @pytest.mark.parametrize(
     ("name", "options", "inputs"),
     [
+        ("digits_convnet", {}, lambda: torch.randn(3, 1, 8, 8)),
         ("cifar_convnet", {}, lambda: images(3, 32)),
         ("cifar_convnet", {"norm": _chunks_of_two}, lambda: images(4, 32)),
         ("resnet20", {}, lambda: images(2, 16)),
