@@ -59,7 +59,8 @@ def bare_loop(recipe: Recipe, trainer: Trainer) -> Callable[[int], None]:
     training, device = recipe.training, trainer.ranks.device
     inputs, targets = (tensor.clone() for tensor in next(iter(trainer.data.train.epoch(0, batch=training.batch))))
     torch.manual_seed(training.seed)
-    model = build_model(recipe.model, classes=trainer.data.classes).to(device)
+    context = recipe.data.context if recipe.data.kind == "text" else None
+    model = build_model(recipe.model, classes=trainer.data.classes, context=context).to(device)
     if training.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     run = torch.compile(model) if training.compile else model

@@ -422,3 +422,10 @@ def test_any_value_of_any_field_is_taken_or_refused_in_words(changes: list[tuple
         return
     assert "nan" in repr(recipe) or build(tomllib.loads(recipes.to_toml(recipe))) == recipe
     assert all(math.isfinite(one) for one in vars(recipe.training).values() if isinstance(one, float))
+
+
+def test_another_optimizer_or_network_does_not_inherit_options() -> None:
+    recipe = recipes.load("cifar10-resnet32", ["optimizer.name=adam", "optimizer.weight_decay=0.1"])
+    assert recipe.optimizer.options == {"weight_decay": 0.1}
+    assert recipes.load("text-gpt", ["model.name=vit"]).model.options == {}
+    assert recipes.load("text-gpt", ["model.name=gpt"]).model.options["layers"] == 6

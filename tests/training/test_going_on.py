@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from natgrad import data, recipes, training
 from natgrad.training import run as run_module
+from natgrad.training import trainer as trainer_module
 from natgrad.training.checkpoints import CheckpointError, Checkpoints, load
 from natgrad.training.events import Listener
 from natgrad.training.ranks import Ranks
@@ -169,3 +170,34 @@ def test_test_losses_have_no_smoothing():
     with torch.no_grad():
         loss = functional.cross_entropy(one.model.eval()(inputs), targets)
     assert one.listener.evaluations[-1].loss == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_what_the_recipe_says_now_and_said_before_is_told(tmp_path):
+    train(tmp_path / "run", "training.steps=5")
+    _, kept = train(tmp_path / "run", "training.steps=5", "kfac.damping=0.01", resume=True)
+    assert kept.warnings == ["the recipe has changed since: kfac.damping was default and is 0.01"]
+    _, kept = train(tmp_path / "run", "training.steps=5", "kfac.damping=0.01", resume=True)
+    assert kept.warnings == []
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(tmp_path):
+    finished, _ = train(tmp_path / "run", "training.steps=5")
+    finished.checkpoint.unlink()
+    (tmp_path / "run/checkpoints/best.pt").unlink()
+    _, kept = train(tmp_path / "run", "training.steps=5", resume=True)
+    assert kept.warnings == ["there is no checkpoint to go on from: the run begins anew"]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "cat").mkdir()
+    for resume in (False, True):
+        with pytest.raises(run_module.RunError, match=r"holds something else \(cat, ...\): choose another --out"):
+            train(tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["cat"]
+
+
+def test_slow_steps_are_told_before_their_turn(monkeypatch):
+    monkeypatch.setattr(trainer_module, "PATIENCE", 0.0)
+    one = trainer("training.steps=3", "training.log_every=100")
+    one.train(Stop(one.ranks))
+    assert [event.step for event in one.listener.told] == [1, 2, 3]

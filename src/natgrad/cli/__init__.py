@@ -15,6 +15,10 @@ def main() -> None:
         from natgrad.cli.app import app
     except ModuleNotFoundError as error:
         if error.name in _NEEDED:
-            raise SystemExit(f'the command natgrad needs {error.name}: pip install "natgrad[cli]"') from None
+            raise SystemExit(
+                f'the command natgrad needs {error.name}: pip install "natgrad[cli]", or -e ".[cli]" in a clone'
+            ) from None
         raise
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     app()

@@ -180,13 +180,17 @@ def _given(
 
 
 def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]:
-    is_run = recipe not in recipes.names() and recipes.source(recipe).parent == Path(recipe)
     if out is not None:
         return out, resume
+    path = Path(recipe).parent if Path(recipe).name == "recipe.toml" else Path(recipe)
+    is_run = recipe not in recipes.names() and (path / "recipe.toml").is_file()
+    if resume and recipe not in recipes.names() and not is_run:
+        raise RunError(f"there is no run in {recipe}: the folder of a run holds a recipe.toml")
+    if resume and is_run:
+        return path, True
+    is_run = is_run and path == Path(recipe)
     if is_run:
-        if not resume:
-            raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
-        return Path(recipe), True
+        raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
     if resume:
         raise RunError("--resume needs the folder of a run: natgrad train FOLDER --resume, or --out FOLDER")
     return new_folder(_label(recipe)), False

@@ -138,8 +138,8 @@ def imported(path: str, what: str) -> Any:
         raise RecipeError(f"{what}={path!r} cannot be imported: {error}") from error
 
 
-def build_model(options: ModelOptions, *, classes: int | None = None) -> nn.Module:
-    """The network; `classes` goes to its option of that meaning, unless the recipe says something else."""
+def build_model(options: ModelOptions, *, classes: int | None = None, context: int | None = None) -> nn.Module:
+    """The network; `classes` and `context` go to its options of that meaning, unless the recipe says something else."""
     given = dict(options.options)
     own = ":" in options.name
     if not own and options.name not in models.names():
@@ -155,9 +155,10 @@ def build_model(options: ModelOptions, *, classes: int | None = None) -> nn.Modu
         given["norm"] = NORMS[options.norm]
     if "norm" in given and accepted is not None and "norm" not in accepted:
         raise RecipeError(f"model.norm: {options.name} has no choice of normalisation")
-    for name in ("num_classes", "vocabulary"):
-        if classes is not None and accepted is not None and name in accepted:
-            given.setdefault(name, classes)
+    from_data = {"num_classes": classes, "classes": classes, "vocabulary": classes, "context": context}
+    for name, value in from_data.items():
+        if value is not None and accepted is not None and name in accepted:
+            given.setdefault(name, value)
     try:
         model = builder(**given)
     except Exception as error:  # torch's own, or a file's of the user

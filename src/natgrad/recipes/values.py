@@ -50,9 +50,20 @@ def as_table(section: Any) -> dict[str, Any]:
     return table
 
 
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"kfac": {"damping": 1}}`` as ``{"kfac.damping": 1}``; schedules stay whole."""
+    result: dict[str, Any] = {}
+    for name, value in table.items():
+        inner = value if name in SECTIONS and isinstance(value, Mapping) else None
+        result |= {name: value} if inner is None else {f"{name}.{field}": one for field, one in inner.items()}
+    return result
+
+
 def overridden(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """The table with ``part.field=value`` put in; the value is TOML, or else a word. ``default`` takes a field out."""
     result: dict[str, Any] = _copied(table)
+    overrides = list(overrides)
+    _forget_options(result, overrides)
     for override in overrides:
         path, equals, text = override.partition("=")
         names = path.strip().split(".")
@@ -60,6 +71,21 @@ def overridden(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
             raise RecipeError(f"{override!r} is not an override: write part.field=value, such as kfac.damping=0.003")
         _put(result, names, _value(text.strip(), words=_is_text(names)), override)
     return result
+
+
+def _forget_options(table: dict[str, Any], overrides: Iterable[str]) -> None:
+    """The options of a network or an optimizer that another one takes the place of mean nothing to that."""
+    for section in ("model", "optimizer"):
+        inner = table.get(section)
+        for override in overrides:
+            path, _, text = override.partition("=")
+            if (
+                path.strip() == f"{section}.name"
+                and isinstance(inner, dict)
+                and text.strip(" '\"") != inner.get("name")
+            ):
+                known = typing.get_type_hints(typing.get_type_hints(Recipe)[section])
+                table[section] = {name: value for name, value in inner.items() if name in known}
 
 
 def _put(table: dict[str, Any], names: list[str], value: Any, override: str) -> None:

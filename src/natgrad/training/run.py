@@ -19,11 +19,12 @@ import torch
 
 from natgrad import data as data_package
 from natgrad.recipes import Recipe, to_toml
+from natgrad.recipes.values import as_table, flat, parsed
 from natgrad.training import environment
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.checkpoints import load as load_checkpoint
 from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
-from natgrad.training.files import remove_leftovers, write_text_atomically
+from natgrad.training.files import UNFINISHED, remove_leftovers, write_text_atomically
 from natgrad.training.metrics_file import MetricsFile
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
@@ -31,6 +32,7 @@ from natgrad.training.tensorboard import TensorBoard
 from natgrad.training.trainer import Trainer
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.toml", "metrics.jsonl", "environment.json"
+_OURS = {RECIPE, METRICS, ENVIRONMENT, "checkpoints", "tensorboard"}
 
 
 class RunError(Exception):
@@ -57,9 +59,9 @@ def run(
     folder = Path(ranks.told(str(folder)))
     _refuse_folder(folder, resume=resume)
     with ExitStack() as stack:
-        stop = stack.enter_context(Stop(ranks).listening())
-        stack.enter_context(arithmetic(recipe))
         everybody = Everybody([listener] if ranks.first else [])
+        stop = stack.enter_context(Stop(ranks, tell=everybody.warned).listening())
+        stack.enter_context(arithmetic(recipe))
         stack.enter_context(warnings_told(everybody.warned if ranks.first else partial(_tell_of_rank, ranks.rank)))
         place = data_package.Place(
             device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=recipe.training.channels_last
@@ -70,13 +72,13 @@ def run(
         stack.callback(data.close)
         checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.training.keep)
         trainer = Trainer(recipe, data, ranks=ranks, listener=everybody, checkpoints=checkpoints)
-        damaged = _go_on(trainer, checkpoints) if resume else []
+        notes = [*_changes(folder, recipe), *_go_on(trainer, checkpoints)] if resume else []
         if ranks.first:
             _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)
             stack.callback(everybody.add(TensorBoard, folder / "tensorboard", resume_from=trainer.step or None))
             everybody.add(partial(Recorder, recipe=recipe), folder / METRICS, resume_from=trainer.step or None)
         everybody.started(_beginning(trainer, name=name, folder=folder))
-        for text in (*damaged, *data.notes):
+        for text in (*notes, *data.notes):
             everybody.warned(text)
         trainer.train(stop)
         finished = _end(trainer, stop, folder)
@@ -91,8 +93,26 @@ def _refuse_folder(folder: Path, *, resume: bool) -> None:
         raise RunError(f"{folder} holds a run already: go on with --resume, or choose another --out")
     if not existing.is_dir():
         raise RunError(f"{existing} is a file: choose another --out for the results")
+    if existing == folder and os.access(folder, os.R_OK):
+        strange = sorted(name for name in os.listdir(folder) if name not in _OURS and not name.startswith(UNFINISHED))
+        if strange and not os.path.exists(folder / RECIPE):
+            raise RunError(f"{folder} holds something else ({strange[0]}, ...): choose another --out for the results")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RunError(f"the results cannot be written: no permission to write in {existing}; choose another --out")
+
+
+def _changes(folder: Path, recipe: Recipe) -> list[str]:
+    """What the recipe of a run that goes on says now, and said before."""
+    if not (folder / RECIPE).is_file():
+        return []
+    try:
+        before = flat(parsed((folder / RECIPE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return []
+    now = flat(as_table(_from_anywhere(recipe)))
+    different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    was = [f"{name} was {before.get(name, 'default')} and is {now.get(name, 'default')}" for name in different]
+    return [f"the recipe has changed since: {'; '.join(was)}"] if was else []
 
 
 def _go_on(trainer: Trainer, checkpoints: Checkpoints) -> list[str]:
@@ -112,7 +132,11 @@ def _go_on(trainer: Trainer, checkpoints: Checkpoints) -> list[str]:
         shared = "; all ranks must see the folder of the run" if ranks.count > 1 else ""
         raise CheckpointError("; ".join(problems) + shared)
     if loaded is None:
-        return []
+        return (
+            ["there is no checkpoint to go on from: the run begins anew"]
+            if (checkpoints.folder.parent / RECIPE).exists()
+            else []
+        )
     trainer.load_state_dict(loaded.state)
     trainer.last_checkpoint = loaded.path
     notes = [f"{text}; going on from {loaded.path.name} instead" for text in loaded.damaged]
@@ -145,11 +169,15 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
 
 
 def _write_recipe(folder: Path, recipe: Recipe) -> None:
+    write_text_atomically(folder / RECIPE, to_toml(_from_anywhere(recipe)))
+
+
+def _from_anywhere(recipe: Recipe) -> Recipe:
     """As it can be run again from any folder: with the whole path of its data."""
-    if recipe.data.path is not None:
-        path = str(Path(recipe.data.path).expanduser().absolute())
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
-    write_text_atomically(folder / RECIPE, to_toml(recipe))
+    if recipe.data.path is None:
+        return recipe
+    path = str(Path(recipe.data.path).expanduser().absolute())
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
 
 
 def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -20,8 +20,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stop:
     """Whether somebody has asked to stop. A second Ctrl-C is not waited with."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, tell: Callable[[str], None] | None = None) -> None:
         self._ranks = ranks
+        self._tell = tell
         self._signal = 0
         self._asked: tuple[Any, torch.Tensor] | None = None
         self.reason = ""
@@ -42,6 +43,9 @@ class Stop:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self._signal == signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self._signal and self._tell is not None:
+            again = "; Ctrl-C again does not wait for it" if number == signal.SIGINT else ""
+            self._tell(f"{signal.Signals(number).name}: saving and stopping after this step{again}")
         self._signal = number
 
     def requested(self) -> bool:

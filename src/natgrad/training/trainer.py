@@ -29,6 +29,9 @@ from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
 from natgrad.training.tally import Reading, Tally
 
+PATIENCE = 10.0
+"""Seconds after which people want to hear of a run again, however few steps it has taken."""
+
 _TOP5_FROM = 100  # classes; with fewer, five guesses say little
 
 
@@ -62,7 +65,8 @@ class Trainer:
         self.top5 = self.classifies and (data.classes or 0) >= _TOP5_FROM
 
         torch.manual_seed(training.seed)
-        self.model = build_model(recipe.model, classes=data.classes).to(ranks.device)
+        context = recipe.data.context if recipe.data.kind == "text" else None
+        self.model = build_model(recipe.model, classes=data.classes, context=context).to(ranks.device)
         if training.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._refuse_misfit()
@@ -93,7 +97,7 @@ class Trainer:
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None
         self._began = (0, time.perf_counter())
-        self._saved_at = time.perf_counter()
+        self._saved_at = self._told_at = time.perf_counter()
         self._tally = Tally(ranks.device, accuracy=self.classifies, sampled=True)
         self._reading: tuple[int, float, float | None, Reading] | None = None
 
@@ -184,7 +188,9 @@ class Trainer:
     def _tell(self, every: int) -> None:
         if self._reading is not None and self._reading[-1].arrived():
             self._finish_reading()
-        if self.step % every == 0 or self.step == self.total_steps:
+        waited = time.perf_counter() - self._told_at > PATIENCE
+        if self.step % every == 0 or self.step == self.total_steps or waited:
+            self._told_at = time.perf_counter()
             self._finish_reading()
             clip = None if self.kfac is None else self.kfac.clip
             numbers = self._tally.sums()
@@ -364,7 +370,7 @@ class Trainer:
             "steps_per_epoch": self.steps_per_epoch,
             "cases": self.data.train.cases,
             "labels": list(self.data.labels),
-            "optimizer_name": self.recipe.optimizer.name,
+            "names": self._names(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "kfac": None if self.kfac is None else self.kfac.state_dict(),
@@ -377,12 +383,9 @@ class Trainer:
             if (state[what] is None) != (present is None):
                 has = "has none" if state[what] is None else "has one"
                 raise CheckpointError(f"the recipe and the checkpoint do not fit: the checkpoint {has} of {what!r}")
-        mine = self.recipe.optimizer.name
-        if state["optimizer_name"] != mine:
-            raise CheckpointError(
-                "the checkpoint does not fit the recipe: optimizer.name was "
-                f"{state['optimizer_name']!r} and is {mine!r}"
-            )
+        for field, mine in self._names().items():
+            if (before := state["names"][field]) != mine:
+                raise CheckpointError(f"the checkpoint does not fit the recipe: {field} was {before!r} and is {mine!r}")
         if (before := state["steps_per_epoch"]) != self.steps_per_epoch and state["cases"] == self.data.train.cases:
             raise CheckpointError(
                 f"the checkpoint does not fit: an epoch had {before} steps and has {self.steps_per_epoch} now. Keep "
@@ -404,6 +407,9 @@ class Trainer:
         self._evaluated_at = state["evaluated_at"]
         self._seconds = state["seconds"]
         self.best = None if state["best"] is None else Evaluated(**state["best"])
+
+    def _names(self) -> dict[str, str]:
+        return {"model.name": self.recipe.model.name, "optimizer.name": self.recipe.optimizer.name}
 
     def _options(self) -> list[dict[str, Any]]:
         """What the recipe gives the optimizer, group by group; the learning rate is set in every step."""
