@@ -16,7 +16,7 @@ from natgrad.training.events import Listener
 from natgrad.training.ranks import Ranks
 from natgrad.training.run import run
 from natgrad.training.stop import Stop
-from natgrad.training.trainer import Trainer
+from natgrad.training.trainer import DivergedError, Trainer
 from ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -201,3 +201,11 @@ def test_slow_steps_are_told_before_their_turn(monkeypatch):
     one = trainer("training.steps=3", "training.log_every=100")
     one.train(Stop(one.ranks))
     assert [event.step for event in one.listener.told] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_weights_that_give_no_numbers_end_the_run(tmp_path):
+    with pytest.raises(
+        DivergedError, match=r"the test loss is (nan|inf) for the second time, after step 30.*step-000000"
+    ):
+        train(tmp_path / "run", "kfac.kl_clip=none", "optimizer.lr=1e8", "training.epochs=20")

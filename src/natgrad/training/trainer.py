@@ -94,6 +94,7 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         self.saved_at: int | None = None  # the step of the last checkpoint
         self._evaluated_at = 0
+        self._hopeless = 0  # evaluations in a row whose loss was no number
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None
         self._began = (0, time.perf_counter())
@@ -285,10 +286,24 @@ class Trainer:
             )
             self._evaluated_at = self.step
             self.listener.evaluated(event)
+            self._refuse_hopeless(mean)
             before, self.best = self.best, event if event.best else self.best
             if not self.save(best=event.best):
                 self.best = before  # what is not on disk is lost: a later one may still become the best
         return True
+
+    def _refuse_hopeless(self, loss: float) -> None:
+        """K-FAC drops gradients that are no numbers: weights that only give such would stay as they are for ever."""
+        self._hopeless = 0 if math.isfinite(loss) else self._hopeless + 1
+        if self._hopeless > 1:
+            raise DivergedError(
+                f"the test loss is {loss} for the second time, after step {self.step}: training cannot go on from "
+                f"these weights{self._last('the last checkpoint')}. Try a smaller optimizer.lr or kfac.kl_clip, or a "
+                "larger kfac.damping"
+            )
+
+    def _last(self, what: str) -> str:
+        return "" if self.last_checkpoint is None else f"; {what} is {self.last_checkpoint}"
 
     def _sums_of_test(self, stop: Stop) -> Tensor | None:
         tally = Tally(self.ranks.device, accuracy=self.classifies, top5=self.top5)
@@ -353,10 +368,9 @@ class Trainer:
     def _refuse_divergence(self) -> None:
         finite = all_finite([parameter.detach() for parameter in self.model.parameters()])
         if finite is not None and not bool(finite):
-            where = "" if self.last_checkpoint is None else f"; the last good checkpoint is {self.last_checkpoint}"
             raise DivergedError(
-                f"the weights are not finite after step {self.step}: nothing is saved{where}. Try a smaller "
-                "optimizer.lr, or a larger kfac.damping"
+                f"the weights are not finite after step {self.step}: nothing is saved"
+                f"{self._last('the last good checkpoint')}. Try a smaller optimizer.lr, or a larger kfac.damping"
             )
 
     def state_dict(self) -> dict[str, Any]:
