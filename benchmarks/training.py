@@ -31,7 +31,7 @@ from natgrad.training import ranks as processes
 from natgrad.training.events import Listener, Progress
 from natgrad.training.metrics_file import read
 from natgrad.training.ranks import Ranks
-from natgrad.training.run import arithmetic
+from natgrad.training.run import arithmetic, serving
 from natgrad.training.stop import Stop
 from natgrad.training.trainer import Trainer
 
@@ -148,10 +148,7 @@ def measure(recipe: Recipe, cases: dict[str, data.Data], ranks: Ranks, *, steps:
 
 @contextlib.contextmanager
 def loaded(recipe: Recipe, ranks: Ranks) -> Iterator[data.Data]:
-    place = data.Place(device=ranks.device, channels_last=recipe.training.channels_last)
-    with contextlib.closing(
-        data.load(recipe.data, seed=0, place=place, reconstruct=recipe.training.loss == "reconstruction")
-    ) as cases:
+    with contextlib.closing(data.load(recipe.data, **serving(recipe, ranks))) as cases:
         yield cases
 
 

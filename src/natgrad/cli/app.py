@@ -183,16 +183,16 @@ def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]
     if out is not None:
         return out, resume
     path = Path(recipe).parent if Path(recipe).name == "recipe.toml" else Path(recipe)
-    is_run = recipe not in recipes.names() and (path / "recipe.toml").is_file()
-    if resume and recipe not in recipes.names() and not is_run:
-        raise RunError(f"there is no run in {recipe}: the folder of a run holds a recipe.toml")
+    ours = recipe in recipes.names()
+    is_run = not ours and (path / "recipe.toml").is_file()
     if resume and is_run:
         return path, True
-    is_run = is_run and path == Path(recipe)
-    if is_run:
-        raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
-    if resume:
+    if resume and ours:
         raise RunError("--resume needs the folder of a run: natgrad train FOLDER --resume, or --out FOLDER")
+    if resume:
+        raise RunError(f"there is no run in {recipe}: the folder of a run holds a recipe.toml")
+    if is_run and path == Path(recipe):
+        raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
     return new_folder(_label(recipe)), False
 
 

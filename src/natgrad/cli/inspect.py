@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from natgrad import data as data_package
 from natgrad.cli import formatting as form
 from natgrad.cli.drawing import parts_bar, parts_legend, report_table
-from natgrad.data import Data, MissingData, Place
+from natgrad.data import Data, MissingData
 from natgrad.recipes import Recipe, RecipeError
 from natgrad.recipes.objects import kfac_arguments, model_default
 from natgrad.training.events import PARTS, Listener
 from natgrad.training.ranks import Ranks
-from natgrad.training.run import arithmetic, warnings_told
+from natgrad.training.run import arithmetic, serving, warnings_told
 from natgrad.training.trainer import Trainer
 
 STEPS, SECONDS = 13, 60.0
@@ -69,17 +69,13 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
 
 def _data(recipe: Recipe, ranks: Ranks) -> tuple[Data, str]:
     """The recipe's data, or made-up data of its shape and why."""
-    place = Place(device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=recipe.training.channels_last)
-    seed, reconstruct = recipe.training.seed, recipe.training.loss == "reconstruction"
+    how = serving(recipe, ranks)
     try:
-        return data_package.load(recipe.data, seed=seed, place=place, reconstruct=reconstruct), ""
+        return data_package.load(recipe.data, **how), ""
     except MissingData as error:
         default = _CHARACTERS if recipe.data.kind == "text" else model_default(recipe.model, "num_classes")
         given = recipe.model.options.get("num_classes", recipe.model.options.get("vocabulary"))
-        made = data_package.synthetic(
-            recipe.data, seed=seed, place=place, reconstruct=reconstruct, classes=given or default or 10
-        )
-        return made, str(error)
+        return data_package.synthetic(recipe.data, **how, classes=given or default or 10), str(error)
 
 
 def _measured(trainer: Trainer, console: Console) -> list[dict[str, float]]:
@@ -129,14 +125,8 @@ def _head(recipe: Recipe, name: str, trainer: Trainer) -> Text:
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     text = Text.assemble((name, "bold"), f"  {recipe.summary}\n" if recipe.summary else "\n")
     text.append(f"{recipe.model.name}, {parameters:,} parameters; {trainer.data.description}; batch ")
-    text.append(f"{recipe.training.batch}; {recipe.training.precision}; {_device(trainer.ranks)}")
+    text.append(f"{recipe.training.batch}; {recipe.training.precision}; {trainer.ranks.described}")
     return text
-
-
-def _device(ranks: Ranks) -> str:
-    if ranks.device.type == "cuda":
-        return torch.cuda.get_device_name(ranks.device)
-    return f"CPU, {form.plural(torch.get_num_threads(), 'thread')}"
 
 
 def _memory(trainer: Trainer) -> Table:

@@ -37,6 +37,14 @@ class Ranks:
         """Whether this is the one that writes and tells."""
         return self.rank == 0
 
+    @property
+    def described(self) -> str:
+        """The device, for people."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
+
     def sum(self, numbers: Tensor) -> Tensor:
         """The sum over all ranks of a tensor on the device."""
         if self.count > 1:

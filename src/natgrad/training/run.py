@@ -63,12 +63,7 @@ def run(
         stop = stack.enter_context(Stop(ranks, tell=everybody.warned).listening())
         stack.enter_context(arithmetic(recipe))
         stack.enter_context(warnings_told(everybody.warned if ranks.first else partial(_tell_of_rank, ranks.rank)))
-        place = data_package.Place(
-            device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=recipe.training.channels_last
-        )
-        data = data_package.load(
-            recipe.data, seed=recipe.training.seed, place=place, reconstruct=recipe.training.loss == "reconstruction"
-        )
+        data = data_package.load(recipe.data, **serving(recipe, ranks))
         stack.callback(data.close)
         checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.training.keep)
         trainer = Trainer(recipe, data, ranks=ranks, listener=everybody, checkpoints=checkpoints)
@@ -84,6 +79,15 @@ def run(
         finished = _end(trainer, stop, folder)
         everybody.finished(finished)
         return finished
+
+
+def serving(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
+    """How a recipe's data is to be served: what `natgrad.data.load` and `synthetic` take beside its options."""
+    training = recipe.training
+    place = data_package.Place(
+        device=ranks.device, rank=ranks.rank, ranks=ranks.count, channels_last=training.channels_last
+    )
+    return {"seed": training.seed, "place": place, "reconstruct": training.loss == "reconstruction"}
 
 
 def _refuse_folder(folder: Path, *, resume: bool) -> None:
@@ -181,11 +185,10 @@ def _from_anywhere(recipe: Recipe) -> Recipe:
 
 
 def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:
-    device = trainer.ranks.device
     return Started(
         recipe=name,
         folder=folder,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {_threads()}",
+        device=trainer.ranks.described,
         data=trainer.data.description,
         parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
         epochs=trainer.recipe.training.epochs,
@@ -195,11 +198,6 @@ def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:
         ranks=trainer.ranks.count,
         step=trainer.step,
     )
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:

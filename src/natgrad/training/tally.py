@@ -29,7 +29,6 @@ class Tally:
         self._held = 0
         self._skipped = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, correct, in five, predictions
-        self._total = 0.0
 
     @torch.no_grad()
     def add(self, loss: Tensor, output: Tensor, target: Tensor, *, weight: float = 1.0) -> None:
