@@ -19,7 +19,7 @@ from natgrad.distribute.replicas import replicas
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.loss_scale import LossScale
-from natgrad.metrics import Metrics
+from natgrad.metrics import LayerMetrics, Metrics, layer_metrics
 from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
 from natgrad.parameters import any_nonzero, make_choices, named_parameters, patterns
@@ -596,6 +596,13 @@ class KFAC:
         """
         numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
         return {**numbers, "reduction_ratio": self._control.ratio} if self._control.adapts else numbers
+
+    def layers(self) -> list[LayerMetrics]:
+        """Range of eigenvalues, condition number and age of every decomposed block. Waits for the device, and with
+        ``solver="inverse"`` decomposes all factors: for looking now and then.
+        """
+        damping = self.damping if self.last_damping is None else self.last_damping
+        return layer_metrics(self._preconditioner, damping=damping, step=self._step)
 
     def history(self) -> dict[str, list[float | None]]:
         """``step`` (from 0), ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last

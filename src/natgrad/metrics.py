@@ -56,23 +56,51 @@ class Metrics:
             setattr(self, name, int(state[name]))
 
 
-def _eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float | None, float | None]:
-    """The smallest and largest eigenvalue of the undamped blocks: of their decompositions, or for inverses of their
-    factors.
+@dataclass(frozen=True)
+class LayerMetrics:
+    """A block of K-FAC: the range of its eigenvalues without damping, its condition number with it, and how many steps
+    ago it was decomposed.
     """
-    low: list[Tensor] = []
-    high: list[Tensor] = []
-    for member in solved:
-        if solver == "eigen":
-            sides = [side.values for side in member.sides]
-            scale = member.scale
-        else:
-            estimate = member.block.estimate()
-            sides = [side if side.dim() == 2 else symmetric_eigen(side).values for side in estimate.sides]
-            scale = estimate.scale
-        values = [side for side in sides if side is not None]
-        low.append((scale * torch.stack([side.amin(-1) for side in values]).prod(0)).amin())
-        high.append((scale * torch.stack([side.amax(-1) for side in values]).prod(0)).amax())
-    if not low:
+
+    name: str
+    eigenvalue_min: float
+    eigenvalue_max: float
+    condition: float
+    age: int
+
+
+def layer_metrics(preconditioner: Preconditioner, *, damping: float, step: int) -> list[LayerMetrics]:
+    """Of every decomposed block, after `step` steps; waits for the device once."""
+    solved = list(preconditioner.solved.values())
+    if not solved:
+        return []
+    ranges = torch.stack([torch.stack(_range(member, preconditioner.solver)).double() for member in solved])
+    return [
+        LayerMetrics(member.block.key, low, high, (high + damping) / (low + damping), step - 1 - member.solved_at)
+        for member, (low, high) in zip(solved, ranges.clamp(min=0).tolist(), strict=True)
+    ]
+
+
+def _eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float | None, float | None]:
+    """The smallest and largest eigenvalue of all blocks."""
+    ranges = [_range(member, solver) for member in solved]
+    if not ranges:
         return None, None
-    return float(torch.stack(low).amin()), float(torch.stack(high).amax())
+    return (
+        float(torch.stack([low for low, _ in ranges]).amin()),
+        float(torch.stack([high for _, high in ranges]).amax()),
+    )
+
+
+def _range(member: SolvedBlock, solver: str) -> tuple[Tensor, Tensor]:
+    """The smallest and largest eigenvalue of an undamped block: of its decomposition, or for inverses of its factors."""
+    if solver == "eigen":
+        sides = [side.values for side in member.sides]
+        scale = member.scale
+    else:
+        estimate = member.block.estimate()
+        sides = [side if side.dim() == 2 else symmetric_eigen(side).values for side in estimate.sides]
+        scale = estimate.scale
+    values = [side for side in sides if side is not None]
+    low = (scale * torch.stack([side.amin(-1) for side in values]).prod(0)).amin()
+    return low, (scale * torch.stack([side.amax(-1) for side in values]).prod(0)).amax()

@@ -188,7 +188,7 @@ def test_optimizers_by_name_get_their_options_and_the_first_learning_rate(name: 
     ("overrides", "text"),
     [
         (["optimizer.name=sdg"], "optimizer.name='sdg' is no optimizer (did you mean 'sgd'?); there are sgd, adam,"),
-        (["optimizer.name=torch"], 'there are sgd, adam, adamw, or "package.module:Class" for your own'),
+        (["optimizer.name=torch"], 'there are sgd, adam, adamw, muon, or "package.module:Class" for your own'),
         (["optimizer.name=math:sqrt"], "optimizer 'math:sqrt': "),
         (["optimizer.name=builtins:dict"], "optimizer.name='builtins:dict' gave a dict, not an optimizer"),
         (["optimizer.momentun=0.9"], "unexpected keyword argument 'momentun' (did you mean 'momentum'?)"),

@@ -17,6 +17,9 @@ from rich.table import Table
 import natgrad
 from natgrad import recipes
 from natgrad.cli.display import choose
+from natgrad.compare.comparison import ComparisonError
+from natgrad.compare.history import HistoryError
+from natgrad.compare.worker import WorkerError
 from natgrad.data import DataError
 from natgrad.recipes import RecipeError
 from natgrad.training import ranks
@@ -35,6 +38,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_TOLD = (
+    CheckpointError,
+    ComparisonError,
+    DataError,
+    DeviceError,
+    DivergedError,
+    HistoryError,
+    RunError,
+    WorkerError,
+)
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 RecipeArgument = Annotated[
@@ -47,6 +60,9 @@ Overrides = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: the GPU where there is one.")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="The model in bfloat16, under autocast.")]
 Compile = Annotated[bool, typer.Option("--compile", help="The model compiled.")]
+Target = Annotated[
+    str | None, typer.Option(help="Error (5%) or loss to reach; default: what the best without K-FAC reaches.")
+]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images and convolutions channels-last.")]
 
 
@@ -74,7 +90,7 @@ def train(
             _refuse_another_recipe(name, changes, folder)
             name = str(folder / "recipe.toml")
         plan = recipes.load(name, changes)
-        label = _label(name)
+        label = recipes.label(name)
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
             finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
     if not finished.saved:
@@ -120,7 +136,70 @@ def inspect(
         plan = recipes.load(name, changes)
         with ranks.started(device) as these:
             shown = console if these.first else Console(quiet=True)
-            inspect_recipe(plan, name=_label(name), ranks=these, console=shown)
+            inspect_recipe(plan, name=recipes.label(name), ranks=these, console=shown)
+
+
+@app.command()
+def compare(
+    recipe: RecipeArgument = "digits",
+    overrides: Overrides = None,
+    optimizers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Contenders: sgd, adam, adamw, muon, package.module:Class, and kfac with variants such as "
+            "kfac-sampled-reduce or kfac-inverse-adamw; +part.field=value changes one. Default: sgd,adamw,kfac.",
+        ),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Settings that each is tuned over (8); 1: none.", min=1)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each with the settings that were chosen (3).", min=1)
+    ] = None,
+    target: Target = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/compare-RECIPE-TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the comparison in a folder.")] = False,
+    device: Device = None,
+    bf16: Bf16 = False,
+    compile: Compile = False,
+    channels_last: ChannelsLast = False,
+) -> None:
+    """Does K-FAC pay for this model? Tune some optimizers alike, race them, and make a page of it.
+
+    Ctrl-C stops and saves; go on with `natgrad compare FOLDER --resume`, also with more --seeds or --optimizers.
+    """
+    from natgrad.cli import compare as comparing
+    from natgrad.compare.comparison import gather
+
+    console = Console(highlight=False)
+    with errors_told():
+        name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
+        plan, folder = comparing.planned(
+            name, changes, specs=optimizers, trials=trials, seeds=seeds, target=target, out=out, resume=resume
+        )
+        stopped = comparing.run_comparison(plan, folder, device=device, console=console)
+        page = folder / comparing.PAGE
+        written = comparing.report(gather(folder), out=page, console=console)
+        if stopped:
+            console.print(f"stopped by {stopped}; to go on: natgrad compare {folder} --resume", soft_wrap=True)
+            raise typer.Exit(128 + signal.Signals[stopped])
+    if not written:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of comparisons or runs, or folders full of them.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the one folder, or here.")] = None,
+    target: Target = None,
+) -> None:
+    """Make the page of a comparison again, or one of any runs, also those of your own scripts (natgrad.Log)."""
+    from natgrad.cli import compare as comparing
+    from natgrad.compare.collect import collect
+
+    console = Console(highlight=False)
+    with errors_told():
+        path = out or (runs[0] / comparing.PAGE if len(runs) == 1 else Path(comparing.PAGE))
+        if not comparing.report(collect(runs), target=target, out=path, console=console):
+            raise typer.Exit(1)
 
 
 def _version(wanted: bool) -> None:
@@ -144,7 +223,16 @@ def errors_told() -> Iterator[None]:
     except RecipeError as error:
         _tell(error)
         raise typer.Exit(2) from None
-    except (CheckpointError, DataError, DeviceError, DivergedError, RunError) as error:
+    except (
+        CheckpointError,
+        ComparisonError,
+        DataError,
+        DeviceError,
+        DivergedError,
+        HistoryError,
+        RunError,
+        WorkerError,
+    ) as error:
         _tell(error)
         raise typer.Exit(1) from None
     except RuntimeError as error:
@@ -193,7 +281,7 @@ def _folder(recipe: str, out: Path | None, *, resume: bool) -> tuple[Path, bool]
         raise RunError(f"there is no run in {recipe}: the folder of a run holds a recipe.toml")
     if is_run and path == Path(recipe):
         raise RunError(f"{recipe} holds a run: go on with --resume, or run its recipe again with --out FOLDER")
-    return new_folder(_label(recipe)), False
+    return new_folder(recipes.label(recipe)), False
 
 
 def _refuse_another_recipe(name: str, changes: list[str], folder: Path) -> None:
@@ -203,10 +291,3 @@ def _refuse_another_recipe(name: str, changes: list[str], folder: Path) -> None:
     mine, given = recipes.load(str(folder / "recipe.toml")), recipes.load(name, changes)
     if (mine.model, mine.data.kind) != (given.model, given.data.kind):
         raise RunError(f"{folder} holds a run of another recipe ({mine.summary}): choose another --out")
-
-
-def _label(name: str) -> str:
-    path = Path(name).absolute()
-    if name in recipes.names() or not path.is_dir():
-        return path.parent.name if path.name == "recipe.toml" else path.stem
-    return path.name

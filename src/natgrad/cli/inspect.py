@@ -21,16 +21,15 @@ from natgrad.cli import formatting as form
 from natgrad.cli.drawing import parts_bar, parts_legend, report_table
 from natgrad.data import Data, MissingData
 from natgrad.recipes import Recipe, RecipeError
-from natgrad.recipes.objects import kfac_arguments, model_default
+from natgrad.recipes.objects import kfac_arguments
 from natgrad.training.events import PARTS, Listener
 from natgrad.training.ranks import Ranks
-from natgrad.training.run import arithmetic, serving, warnings_told
+from natgrad.training.run import arithmetic, made_up, serving, warnings_told
 from natgrad.training.trainer import Trainer
 
 STEPS, SECONDS = 13, 60.0
 """Steps that are measured, and how long at most; every kind of step is seen at least once."""
 _STATISTICS, _SOLVE = 3, 6  # while measuring, every so many steps
-_CHARACTERS = 96
 
 
 def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console) -> None:
@@ -69,13 +68,10 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
 
 def _data(recipe: Recipe, ranks: Ranks) -> tuple[Data, str]:
     """The recipe's data, or made-up data of its shape and why."""
-    how = serving(recipe, ranks)
     try:
-        return data_package.load(recipe.data, **how), ""
+        return data_package.load(recipe.data, **serving(recipe, ranks)), ""
     except MissingData as error:
-        default = _CHARACTERS if recipe.data.kind == "text" else model_default(recipe.model, "num_classes")
-        given = recipe.model.options.get("num_classes", recipe.model.options.get("vocabulary"))
-        return data_package.synthetic(recipe.data, **how, classes=given or default or 10), str(error)
+        return made_up(recipe, ranks), str(error)
 
 
 def _measured(trainer: Trainer, console: Console) -> list[dict[str, float]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 from natgrad.recipes.values import parsed
 from natgrad.training import environment
 from natgrad.training.metrics_file import read_counting
+from natgrad.training.run import ENVIRONMENT, METRICS, RECIPE
 
-METRICS, RECIPE, ENVIRONMENT, MEMBER = "metrics.jsonl", "recipe.toml", "environment.json", "member.json"
 UNFINISHED = "unfinished"
+"""The `Run.reason` of one that is still going, or was killed."""
 
 
 class HistoryError(Exception):
@@ -86,6 +85,144 @@ class Run:
         return self.seconds / self.steps if self.steps and self.seconds > 0 else None
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (folder / METRICS).is_file()
+
+
+def read(folder: Path, *, name: str | None = None, seed: int | None = None) -> Run:
+    """The run in a folder; `name` and `seed` where it does not know them itself."""
+    try:
+        lines, broken = read_counting(folder / METRICS)
+    except OSError as error:
+        raise HistoryError(f"there is no run in {folder}: {METRICS} cannot be read ({error.strerror})") from error
+    if not lines:
+        raise HistoryError(f"there is no run in {folder}: {METRICS} holds no line of a run")
+    settings = _settings(folder)
+    about = next((line for line in lines if line["kind"] == "start"), {})
+    train = [line for line in lines if line["kind"] == "train"]
+    end: Mapping[str, Any] = next((line for line in reversed(lines) if line["kind"] in ("end", "start", "resume")), {})
+    warnings = [str(line.get("text")) for line in lines if line["kind"] == "warning"]
+    if broken:
+        warnings.append(f"lines of {METRICS} that cannot be read: {broken}; they are left out")
+    last = max((line["step"] for line in lines if line["kind"] in ("train", "test", "end")), default=0)
+    facts = environment.recorded(folder / ENVIRONMENT)
+    return Run(
+        folder=folder,
+        name=name or _name(about, settings, folder),
+        seed=_seed(about, settings) if seed is None else seed,
+        uses_kfac=_uses_kfac(about, settings, train),
+        train=tuple(_point(line, line.get("seconds")) for line in train),
+        test=tuple(_point(line, _trained(line, train)) for line in lines if line["kind"] == "test"),
+        parts=_mean_parts(train),
+        readings=tuple(_reading(line) for line in train),
+        layers=tuple(layer for line in lines if line["kind"] == "layers" for layer in _layers(line)),
+        coverage=tuple(next((line["rows"] for line in lines if line["kind"] == "coverage"), ())),
+        reason=str(end.get("reason", UNFINISHED)) if end.get("kind") == "end" else UNFINISHED,
+        steps=last,
+        seconds=max(
+            (_number(line.get("seconds")) or 0.0 for line in [*train, end] if line.get("kind") != "start"), default=0.0
+        ),
+        planned_steps=about.get("total_steps"),
+        about=about,
+        settings=settings,
+        environment=facts[-1] if facts else {},
+        warnings=tuple(warnings),
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        return parsed((folder / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _name(about: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> str:
+    """What a run calls itself, or its optimizer, or its folder."""
+    if isinstance(about.get("name"), str):
+        return str(about["name"])
+    optimizer = settings.get("optimizer", {}).get("name")
+    if optimizer is None:
+        return folder.absolute().name
+    return label(optimizer, uses_kfac=settings.get("kfac", {}).get("enabled", True))
+
+
+def label(optimizer: str, *, uses_kfac: bool) -> str:
+    """An optimizer of a recipe, as people write it."""
+    written = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
+    plain = written.get(optimizer, optimizer.rpartition(":")[2])
+    if not uses_kfac:
+        return plain
+    return "K-FAC" if optimizer == "sgd" else f"K-FAC + {plain}"
+
+
+def _seed(about: Mapping[str, Any], settings: Mapping[str, Any]) -> int | None:
+    seed = about.get("seed", settings.get("training", {}).get("seed"))
+    return seed if isinstance(seed, int) else None
+
+
+def _uses_kfac(about: Mapping[str, Any], settings: Mapping[str, Any], train: Sequence[Mapping[str, Any]]) -> bool:
+    if isinstance(about.get("uses_kfac"), bool):
+        return bool(about["uses_kfac"])
+    if "kfac" in settings:
+        return bool(settings["kfac"].get("enabled", True))
+    return any(line.get("damping") is not None for line in train)
+
+
+def _point(line: Mapping[str, Any], seconds: Any) -> Point:
+    accuracy = _number(line.get("accuracy"))
+    return Point(
+        step=line["step"],
+        seconds=_number(seconds) or 0.0,
+        loss=_number(line.get("loss")),
+        error=None if accuracy is None else 1 - accuracy,
+    )
+
+
+def _trained(line: Mapping[str, Any], train: Sequence[Mapping[str, Any]]) -> Any:
+    """Seconds of training before a test; runs of older versions have them in their training lines only."""
+    if line.get("trained") is not None:
+        return line["trained"]
+    before = [one.get("seconds") for one in train if one["step"] <= line["step"]]
+    return before[-1] if before else 0.0
+
+
+def _mean_parts(train: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds a step, over all steps: lines stand for as many as lie between them."""
+    total: dict[str, float] = {}
+    before = steps = 0
+    for line in train:
+        parts = line.get("parts")
+        since, before = line["step"] - before, line["step"]
+        if isinstance(parts, Mapping) and since > 0:
+            steps += since
+            for name, seconds in parts.items():
+                total[name] = total.get(name, 0.0) + since * (_number(seconds) or 0.0)
+    return {name: seconds / steps for name, seconds in total.items()} if steps else {}
+
+
+def _reading(line: Mapping[str, Any]) -> Reading:
+    return Reading(
+        step=line["step"],
+        seconds=_number(line.get("seconds")) or 0.0,
+        predicted_kl=_number(line.get("predicted_kl")),
+        clip_factor=_number(line.get("clip_factor")),
+        damping=_number(line.get("damping")),
+    )
+
+
+def _layers(line: Mapping[str, Any]) -> list[Layer]:
+    return [
+        Layer(step=line["step"], name=str(one.get("name")), condition=_number(one.get("condition")), age=one.get("age"))
+        for one in line.get("layers", ())
+    ]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One setting of a sweep. `rungs`: epochs trained and what came out (None: diverged or crashed), in order."""
@@ -114,5 +251,6 @@ class Comparison:
 
     title: str
     contenders: tuple[Contender, ...]
+    target: float | None = None  # to reach; None: what the best without K-FAC reached
     tuning: str = ""  # the budget that each had, in a sentence
     notes: tuple[str, ...] = ()  # what a reader must know: other data, stopped early, ...

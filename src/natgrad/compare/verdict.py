@@ -1,67 +1,25 @@
-"""Who was first at the target, by updates and by the clock: the arithmetic, and the sentence that says it."""
+"""The answer in one sentence: does K-FAC pay, by updates and by the clock?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from natgrad.compare.history import Comparison, Contender, Point, Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """What the target is about: the error or the loss, of test cases or of training."""
-
-    of: Literal["test", "train"] = "test"
-    what: Literal["error", "loss"] = "error"
-
-    @property
-    def name(self) -> str:
-        """``test error``."""
-        return f"{'training' if self.of == 'train' else self.of} {self.what}"
-
-    def value(self, point: Point) -> float | None:
-        """Of a point of a curve."""
-        return point.error if self.what == "error" else point.loss
-
-    def text(self, value: float) -> str:
-        """``3.4 %``, or ``0.0123``."""
-        return f"{100 * value:.3g} %" if self.what == "error" else f"{value:.4g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """Where a run first reached the target."""
-
-    step: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Mean, smallest and largest over seeds."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A contender in the table of times to the target; `arrivals` has one entry a run, None where it never came.
-
-    `updates` and `seconds` are None unless every run arrived; `best` is over runs, each at its best moment.
-    """
-
-    name: str
-    uses_kfac: bool
-    arrivals: tuple[Arrival | None, ...]
-    updates: Spread | None
-    seconds: Spread | None
-    best: Spread | None
-    step_seconds: Spread | None
-    note: str = ""
+from natgrad.compare.advice import advise
+from natgrad.compare.arrivals import (
+    Measure,
+    Order,
+    Row,
+    duration,
+    fastest,
+    measure_of,
+    natural_target,
+    order,
+    row_of,
+    seconds_to,
+    steps_to,
+)
+from natgrad.compare.history import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +32,135 @@ class Verdict:
     target: float | None
     target_says: str
     rows: tuple[Row, ...]
+
+
+def judge(comparison: Comparison) -> Verdict:
+    """The verdict on a comparison. Its target is an error (0.05 is 5 %) or, where nothing is classified, a loss; where
+    none is given, it is what the best contender without K-FAC reached with every seed.
+    """
+    measure = measure_of(comparison.contenders)
+    goal, says = comparison.target, "given"
+    if goal is None:
+        goal, says = natural_target(comparison.contenders, measure)
+    rows = tuple(row_of(one, measure, goal) for one in comparison.contenders)
+    sentence, ours, theirs = _sentence(rows, measure, goal, says)
+    return Verdict(
+        sentence=sentence,
+        advice=advise(comparison, ours=ours, theirs=theirs),
+        measure=measure,
+        target=goal,
+        target_says=_target_in_words(measure, goal, says),
+        rows=rows,
+    )
+
+
+def _target_in_words(measure: Measure, target: float | None, says: str) -> str:
+    if target is None:
+        return "There is no target: nothing was measured."
+    goal = f"Target: {measure.name} of {measure.text(target)} or less"
+    how = ", as given." if says == "given" else f", which {says}, the best without K-FAC, reached with every seed."
+    return f"{goal}{how} Looked at whenever the run did: an arrival is the first time that it was there."
+
+
+def _sentence(
+    rows: Sequence[Row], measure: Measure, target: float | None, says: str
+) -> tuple[str, Row | None, Row | None]:
+    """The verdict, the row of K-FAC that it speaks of, and that of its best rival."""
+    ours = fastest(row for row in rows if row.uses_kfac)
+    theirs = fastest(row for row in rows if not row.uses_kfac)
+    if target is None or (ours is None and theirs is None):
+        return "No verdict: no run measured anything.", ours, theirs
+    goal = f"{measure.text(target)} {measure.name}"
+    if ours is None or theirs is None:
+        return _only_one_kind(rows, goal, ours, theirs), ours, theirs
+    by_clock = order(seconds_to(ours), seconds_to(theirs))
+    where = f"{goal}{'' if says in ('given', '') else f', what {says} reaches with every seed'}"
+    text = f"{_opening(ours, theirs, by_clock)}: {_arrivals(ours, theirs, where, measure)}{_one_seed(ours, theirs)}."
+    return text, ours, theirs
+
+
+def _opening(ours: Row, theirs: Row, by_clock: Order) -> str:
+    by_updates = order(steps_to(ours), steps_to(theirs))
+    if by_clock == "neither":
+        return "No verdict"
+    if by_clock == "first":
+        return f"{ours.name} pays here"
+    if by_clock == "tie":
+        return {
+            "first": f"{ours.name} saves updates here, but by the clock it is a tie",
+            "second": f"{ours.name} does not pay here: by the clock it is a tie, and it needs more updates",
+        }.get(by_updates, f"{ours.name} and {theirs.name} are too close to tell apart")
+    if by_updates == "first":
+        return f"{ours.name} saves updates here, but it does not pay by the clock"
+    return f"{ours.name} does not pay here"
+
+
+def _arrivals(ours: Row, theirs: Row, where: str, measure: Measure) -> str:
+    if ours.seconds is None and theirs.seconds is None:
+        return f"to {where}, neither {_came(ours, measure)}, nor {_came(theirs, measure)}"
+    if ours.seconds is None or theirs.seconds is None:
+        there, other = (ours, theirs) if ours.seconds is not None else (theirs, ours)
+        return f"{there.name} reaches {where}, after {_where(there)}; {_came(other, measure)}"
+    assert ours.updates is not None
+    assert theirs.updates is not None
+    by_updates, by_clock = order(steps_to(ours), steps_to(theirs)), order(seconds_to(ours), seconds_to(theirs))
+    ratios = (
+        f"{_ratio(ours.updates.mean, theirs.updates.mean, fewer='fewer updates', more='as many updates')} and "
+        f"{_ratio(ours.seconds.mean, theirs.seconds.mean, fewer='less time', more='as much time')}"
+    )
+    return (
+        f"to {where}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, {_where(theirs)}: "
+        f"{ratios}{_overlap(by_updates, by_clock)}"
+    )
+
+
+def _overlap(by_updates: Order, by_clock: Order) -> str:
+    """What of the ratios is not to be trusted."""
+    ties = [name for name, who in (("updates", by_updates), ("time", by_clock)) if who == "tie"]
+    if not ties:
+        return ""
+    return f", but the two overlap in {'both' if len(ties) == 2 else ties[0]}"
+
+
+def _where(row: Row) -> str:
+    assert row.updates is not None
+    assert row.seconds is not None
+    return f"{row.updates.mean:,.0f} updates and {duration(row.seconds.mean)}"
+
+
+def _came(row: Row, measure: Measure) -> str:
+    """Of a row whose seeds did not all arrive."""
+    came = sum(one is not None for one in row.arrivals)
+    if came:
+        return f"{row.name} does with only {came} of {len(row.arrivals)} seeds"
+    best = "" if row.best is None else f" (its best is {measure.text(row.best.low)})"
+    return f"{row.name} never does{best}"
+
+
+def _ratio(ours: float, theirs: float, *, fewer: str, more: str) -> str:
+    """``3.1 times fewer updates``, ``1.7 times as much time``."""
+    if ours <= 0 or theirs <= 0:
+        return more  # both at the very beginning: there is no ratio
+    factor = theirs / ours if theirs >= ours else ours / theirs
+    if f"{factor:.2f}" == "1.00":
+        return more
+    return f"{_times(factor)} times {fewer if theirs > ours else more}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f}" if factor < 1.2 else f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
+
+
+def _one_seed(ours: Row, theirs: Row) -> str:
+    alone = len(ours.arrivals) == 1 or len(theirs.arrivals) == 1
+    return " (with one seed, nobody knows the spread)" if alone else ""
+
+
+def _only_one_kind(rows: Sequence[Row], goal: str, ours: Row | None, theirs: Row | None) -> str:
+    """A ranking: there is nothing, or nothing else, that has K-FAC."""
+    first = ours or theirs
+    assert first is not None
+    why = "no run with K-FAC" if ours is None else "only runs with K-FAC"
+    if first.seconds is None:
+        return f"No verdict on K-FAC, with {why}: nobody reached {goal} with every seed."
+    return f"No verdict on K-FAC, with {why}: {first.name} is the first at {goal}, after {_where(first)}."

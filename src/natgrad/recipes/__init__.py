@@ -10,7 +10,7 @@ from natgrad.recipes.objects import check
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError, as_table, build, nearest, overridden, parsed
 
-__all__ = ["Recipe", "RecipeError", "load", "names", "source", "summary", "to_toml"]
+__all__ = ["Recipe", "RecipeError", "check", "label", "load", "names", "source", "summary", "to_toml"]
 
 _FOLDER = Path(__file__).parent
 
@@ -40,6 +40,14 @@ def source(name: str) -> Path:
         f"there is no recipe {name!r}{nearest(name, names())}; `natgrad recipes` lists them. A file of your own ends "
         "in .toml, and the folder of a run holds a recipe.toml"
     )
+
+
+def label(name: str) -> str:
+    """A recipe's name for people: that of its file, or of the run's folder that it lies in."""
+    path = Path(name).absolute()
+    if name in names() or not path.is_dir():
+        return path.parent.name if path.name == "recipe.toml" else path.stem
+    return path.name
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:

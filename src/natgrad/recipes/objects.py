@@ -21,12 +21,13 @@ from natgrad import models, schedules
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.models import ChunkedBatchNorm2d
+from natgrad.recipes.muon import Muon
 from natgrad.recipes.schema import KFACOptions, ModelOptions, OptimizerOptions, Recipe
 from natgrad.recipes.values import RecipeError, bounded, nearest
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.region import TrustRegion
 
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": Muon}
 NORMS: dict[str, Callable[[int], Any] | None] = {"none": None, "batch": nn.BatchNorm2d}
 _SCHEDULES: dict[str, tuple[Callable[..., schedules.Schedule], tuple[str, ...], tuple[str, ...]]] = {
     "constant": (schedules.constant, ("value",), ()),
@@ -55,7 +56,7 @@ def check(recipe: Recipe) -> None:
     else:
         with torch.device("meta"):
             build_model(recipe.model)
-    layer = nn.Linear(2, 2)
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = build_optimizer(recipe, layer, ranks=1, steps_per_epoch=1)
     _check_step(recipe.optimizer.name, optimizer, layer)
     if recipe.kfac.enabled:
@@ -192,7 +193,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, ranks: int, steps_per_e
     rate = learning_rate(recipe, ranks=ranks, steps_per_epoch=steps_per_epoch)
     kind = optimizer_class(options)
     try:
-        optimizer = kind(model.parameters(), lr=rate(0), **options.options)
+        optimizer = kind(model if kind is Muon else model.parameters(), lr=rate(0), **options.options)
     except Exception as error:
         unknown = [name for name in options.options if (known := _parameters(kind)) and name not in known]
         hint = "".join(nearest(name, _parameters(kind) or ()) for name in unknown)

@@ -99,7 +99,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """``[optimizer]``: sgd, adam, adamw, or ``"package.module:Class"``; further keys are its options."""
+    """``[optimizer]``: sgd, adam, adamw, muon, or ``"package.module:Class"``; further keys are its options."""
 
     name: str = field("sgd", "which optimizer")
     lr: Changing = field(help="learning rate, a number or a schedule", above=0)

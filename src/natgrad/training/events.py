@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from natgrad.metrics import LayerMetrics
+from natgrad.report import Line
 
 PARTS = ("data", "model", "statistics", "solve", "precondition")
 """What a step's time is split into. ``model``: forward, backward and the optimizer."""
@@ -55,7 +58,9 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The test cases, seen after `step` steps. `best` is whether no earlier evaluation was better."""
+    """The test cases, seen after `step` steps and `trained` seconds of training. `best` is whether no earlier
+    evaluation was better; `seconds` are its own.
+    """
 
     step: int
     epoch: float
@@ -65,6 +70,16 @@ class Evaluated:
     cases: int
     seconds: float
     best: bool
+    trained: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """K-FAC's blocks after `step` steps; with the first of these comes what it does with every parameter."""
+
+    step: int
+    layers: Sequence[LayerMetrics]
+    coverage: Sequence[Line] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +115,9 @@ class Listener:
 
     def evaluated(self, event: Evaluated) -> None:
         """After an evaluation."""
+
+    def looked(self, event: Looked) -> None:
+        """After some of the evaluations, where there is K-FAC."""
 
     def saved(self, path: Path, step: int) -> None:
         """A checkpoint is on disk."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-KINDS = ("start", "resume", "train", "test", "end", "warning")
+KINDS = ("start", "resume", "train", "test", "layers", "coverage", "end", "warning")
 """The kinds that a training run writes; readers should let others pass."""
 
 _OURS = ("kind", "step", "time", "not_finite")

@@ -19,11 +19,12 @@ import torch
 
 from natgrad import data as data_package
 from natgrad.recipes import Recipe, to_toml
+from natgrad.recipes.objects import model_default
 from natgrad.recipes.values import as_table, flat, parsed
 from natgrad.training import environment
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.checkpoints import load as load_checkpoint
-from natgrad.training.events import Evaluated, Finished, Listener, Progress, Started
+from natgrad.training.events import Evaluated, Finished, Listener, Looked, Progress, Started
 from natgrad.training.files import UNFINISHED, remove_leftovers, write_text_atomically
 from natgrad.training.metrics_file import MetricsFile
 from natgrad.training.ranks import Ranks
@@ -32,6 +33,7 @@ from natgrad.training.tensorboard import TensorBoard
 from natgrad.training.trainer import Trainer
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.toml", "metrics.jsonl", "environment.json"
+_CHARACTERS = 96  # of a made-up text
 _OURS = {RECIPE, METRICS, ENVIRONMENT, "checkpoints", "tensorboard"}
 
 
@@ -90,6 +92,13 @@ def serving(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     return {"seed": training.seed, "place": place, "reconstruct": training.loss == "reconstruction"}
 
 
+def made_up(recipe: Recipe, ranks: Ranks) -> data_package.Data:
+    """Random data of the shapes that a recipe's own has."""
+    default = _CHARACTERS if recipe.data.kind == "text" else model_default(recipe.model, "num_classes")
+    given = recipe.model.options.get("num_classes", recipe.model.options.get("vocabulary"))
+    return data_package.synthetic(recipe.data, **serving(recipe, ranks), classes=given or default or 10)
+
+
 def _refuse_folder(folder: Path, *, resume: bool) -> None:
     # os.path.exists, since that of Path raises in folders that may not be looked into.
     existing = next(path for path in (folder, *folder.parents, Path("/")) if os.path.exists(path))
@@ -113,7 +122,7 @@ def _changes(folder: Path, recipe: Recipe) -> list[str]:
         before = flat(parsed((folder / RECIPE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return []
-    now = flat(as_table(_from_anywhere(recipe)))
+    now = flat(as_table(from_anywhere(recipe)))
     different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     was = [f"{name} was {before.get(name, 'default')} and is {now.get(name, 'default')}" for name in different]
     return [f"the recipe has changed since: {'; '.join(was)}"] if was else []
@@ -173,10 +182,10 @@ def _write_facts(folder: Path, recipe: Recipe, ranks: Ranks, everybody: Everybod
 
 
 def _write_recipe(folder: Path, recipe: Recipe) -> None:
-    write_text_atomically(folder / RECIPE, to_toml(_from_anywhere(recipe)))
+    write_text_atomically(folder / RECIPE, to_toml(from_anywhere(recipe)))
 
 
-def _from_anywhere(recipe: Recipe) -> Recipe:
+def from_anywhere(recipe: Recipe) -> Recipe:
     """As it can be run again from any folder: with the whole path of its data."""
     if recipe.data.path is None:
         return recipe
@@ -294,6 +303,11 @@ class Everybody(Listener):
         for one in self._listeners:
             one.evaluated(event)
 
+    def looked(self, event: Looked) -> None:
+        """K-FAC's blocks."""
+        for one in self._listeners:
+            one.looked(event)
+
     def saved(self, path: Path, step: int) -> None:
         """A checkpoint is on disk."""
         for one in self._listeners:
@@ -308,6 +322,13 @@ class Everybody(Listener):
         """Everything is saved."""
         for one in self._listeners:
             one.finished(event)
+
+
+def write_looked(file: MetricsFile, event: Looked) -> None:
+    """The lines that K-FAC has of its own."""
+    file.write("layers", step=event.step, layers=[asdict(layer) for layer in event.layers])
+    if event.coverage is not None:
+        file.write("coverage", step=event.step, rows=[asdict(line) for line in event.coverage])
 
 
 class Recorder(Listener):
@@ -334,6 +355,10 @@ class Recorder(Listener):
     def evaluated(self, event: Evaluated) -> None:
         """The test cases."""
         self._file.write("test", **asdict(event))
+
+    def looked(self, event: Looked) -> None:
+        """K-FAC's blocks, and once what it does with every parameter."""
+        write_looked(self._file, event)
 
     def saved(self, path: Path, step: int) -> None:
         """A checkpoint without its recipe is no run that could be gone on with: somebody may have removed it."""

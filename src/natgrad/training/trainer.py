@@ -24,7 +24,7 @@ from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, le
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
-from natgrad.training.events import PARTS, Evaluated, Listener, Progress
+from natgrad.training.events import PARTS, Evaluated, Listener, Looked, Progress
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
 from natgrad.training.tally import Reading, Tally
@@ -94,6 +94,7 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         self.saved_at: int | None = None  # the step of the last checkpoint
         self._evaluated_at = 0
+        self._looked_at = 0
         self._hopeless = 0  # evaluations in a row whose loss was no number
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None
@@ -283,14 +284,25 @@ class Trainer:
                 cases=round(weight),
                 seconds=time.perf_counter() - began,
                 best=_is_better(mean, accuracy, self.best),
+                trained=self.seconds,
             )
             self._evaluated_at = self.step
             self.listener.evaluated(event)
+            self._look()
             self._refuse_hopeless(mean)
             before, self.best = self.best, event if event.best else self.best
             if not self.save(best=event.best):
                 self.best = before  # what is not on disk is lost: a later one may still become the best
         return True
+
+    def _look(self) -> None:
+        """At K-FAC's blocks, less and less often: with ``solver="inverse"`` that means to decompose them."""
+        early = self.step < 2 * self._looked_at and self.step < self.total_steps
+        if self.kfac is None or early or not self.ranks.first:
+            return
+        coverage = None if self._looked_at else tuple(self.kfac.report())
+        self._looked_at = self.step
+        self.listener.looked(Looked(step=self.step, layers=self.kfac.layers(), coverage=coverage))
 
     def _refuse_hopeless(self, loss: float) -> None:
         """K-FAC drops gradients that are no numbers: weights that only give such would stay as they are for ever."""

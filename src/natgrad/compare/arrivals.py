@@ -1,0 +1,215 @@
+"""When each run was at the target, and who was first: the arithmetic behind the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from natgrad.compare.history import Contender, Point, Run
+
+CLOSE = 0.05
+"""With one seed each there is no spread: then differences up to this part are called a tie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What the target is about: the error or the loss, of test cases or of training."""
+
+    of: Literal["test", "train"] = "test"
+    what: Literal["error", "loss"] = "error"
+
+    @property
+    def name(self) -> str:
+        """``test error``."""
+        return f"{'training' if self.of == 'train' else self.of} {self.what}"
+
+    def value(self, point: Point) -> float | None:
+        """Of a point of a curve."""
+        return point.error if self.what == "error" else point.loss
+
+    def text(self, value: float) -> str:
+        """``3.4 %``, or ``0.0123``."""
+        return f"{100 * value:.3g} %" if self.what == "error" else f"{value:.4g}"
+
+    def read(self, text: str) -> float:
+        """A target as people write it: ``5%`` and ``0.05`` are the same error; a loss is a number."""
+        percent = text.strip().endswith("%")
+        try:
+            value = float(text.strip().rstrip("%").strip()) / (100 if percent else 1)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"a target is a number such as 5% or 0.05, got {text!r}")
+        if self.what == "error" and not 0 <= value < 1:
+            raise ValueError(f"the target is a {self.name}: between 0 and 1, or with a percent sign, got {text!r}")
+        if self.what == "loss" and percent:
+            raise ValueError(f"the target is a {self.name}, which has no percent, got {text!r}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Where a run first reached the target."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Mean, smallest and largest over seeds."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A contender in the table of times to the target; `arrivals` has one entry a run, None where it never came.
+
+    `updates` and `seconds` are None unless every run arrived; `best` is over runs, each at its best moment.
+    """
+
+    name: str
+    uses_kfac: bool
+    arrivals: tuple[Arrival | None, ...]
+    updates: Spread | None
+    seconds: Spread | None
+    best: Spread | None
+    step_seconds: Spread | None
+    note: str = ""
+
+
+def measure_of(contenders: Sequence[Contender]) -> Measure:
+    """The error where there is one, else the loss; of test cases where every run has some."""
+    runs = [run for one in contenders for run in one.runs]
+    measures = [Measure(of=of, what=what) for of in ("test", "train") for what in ("error", "loss")]
+    known = [one for one in measures if runs and all(_values(run, one) for run in runs if _seen(run))]
+    return next(iter(known), Measure())
+
+
+def _seen(run: Run) -> bool:
+    """Whether anything was measured: a run that crashed at once says nothing about what the others measure."""
+    return bool(run.train or run.test)
+
+
+def _values(run: Run, measure: Measure) -> list[tuple[Point, float]]:
+    points = run.test if measure.of == "test" else run.train
+    pairs = [(point, measure.value(point)) for point in points]
+    return [(point, value) for point, value in pairs if value is not None and math.isfinite(value)]
+
+
+def best_of(run: Run, measure: Measure) -> float | None:
+    """The smallest value that a run reached."""
+    return min((value for _, value in _values(run, measure)), default=None)
+
+
+def arrival(run: Run, measure: Measure, target: float) -> Arrival | None:
+    """Where a run was first at the target or below."""
+    reached = (point for point, value in _values(run, measure) if value <= target + 1e-12 * abs(target))
+    first = next(reached, None)
+    return None if first is None else Arrival(step=first.step, seconds=first.seconds)
+
+
+def natural_target(contenders: Sequence[Contender], measure: Measure) -> tuple[float | None, str]:
+    """What the best contender without K-FAC reached with every seed, and its name; of all where all have K-FAC."""
+    plain = [one for one in contenders if not one.uses_kfac]
+    candidates = [(one, bests) for one in plain or contenders if (bests := _whole_bests(one, measure))]
+    if not candidates:
+        return None, ""
+    winner, bests = min(candidates, key=lambda pair: sum(pair[1]) / len(pair[1]))
+    return max(bests), winner.name
+
+
+def _whole_bests(contender: Contender, measure: Measure) -> list[float]:
+    """The best values of its runs: of those that came to their end, if any did."""
+    runs = [run for run in contender.runs if run.finished] or contender.runs
+    return [best for run in runs if (best := best_of(run, measure)) is not None]
+
+
+def row_of(contender: Contender, measure: Measure, target: float | None) -> Row:
+    """A contender's line of the table."""
+    arrivals = tuple(None if target is None else arrival(run, measure, target) for run in contender.runs)
+    there = [one for one in arrivals if one is not None]
+    everybody = bool(there) and len(there) == len(arrivals)
+    bests = [best for run in contender.runs if (best := best_of(run, measure)) is not None]
+    times = [run.step_seconds for run in contender.runs if run.step_seconds is not None]
+    return Row(
+        name=contender.name,
+        uses_kfac=contender.uses_kfac,
+        arrivals=arrivals,
+        updates=spread([one.step for one in there]) if everybody else None,
+        seconds=spread([one.seconds for one in there]) if everybody else None,
+        best=spread(bests) if bests else None,
+        step_seconds=spread(times) if times else None,
+        note=contender.note or _ends(contender.runs),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and range."""
+    return Spread(mean=sum(values) / len(values), low=min(values), high=max(values))
+
+
+def _ends(runs: Sequence[Run]) -> str:
+    """How runs ended that did not come to their end."""
+    ends = [run.reason.split(":")[0] for run in runs if not run.finished]
+    return ", ".join(f"{ends.count(end)} of {len(runs)} {end}" for end in dict.fromkeys(ends))
+
+
+Order = Literal["first", "second", "tie", "neither"]
+
+
+def order(ours: Sequence[float], theirs: Sequence[float]) -> Order:
+    """Who was first: every seed of one before every seed of the other, else a tie. Infinity is never.
+
+    With one seed each, a difference of up to `CLOSE` is a tie.
+    """
+    if not any(map(math.isfinite, (*ours, *theirs))):
+        return "neither"
+    slack = 1 + CLOSE if len(ours) == len(theirs) == 1 else 1.0
+    if max(ours, default=math.inf) * slack < min(theirs, default=math.inf):
+        return "first"
+    if max(theirs, default=math.inf) * slack < min(ours, default=math.inf):
+        return "second"
+    return "tie"
+
+
+def _column(row: Row, field: Callable[[Arrival], float]) -> list[float]:
+    return [math.inf if one is None else field(one) for one in row.arrivals]
+
+
+def steps_to(row: Row) -> list[float]:
+    """Updates to the target, a number a run; infinity is never."""
+    return _column(row, lambda one: float(one.step))
+
+
+def seconds_to(row: Row) -> list[float]:
+    """The same by the clock."""
+    return _column(row, lambda one: one.seconds)
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """The row to speak of: by the clock, then by how many seeds arrived, then by its best value."""
+
+    def key(row: Row) -> tuple[float, int, float]:
+        mean = math.inf if row.seconds is None else row.seconds.mean
+        came = sum(one is not None for one in row.arrivals)
+        return mean, -came, math.inf if row.best is None else row.best.mean
+
+    return min((row for row in rows if row.best is not None), key=key, default=None)
+
+
+def duration(seconds: float) -> str:
+    """``1.2 s``, ``350 ms``, ``4 min 05 s``, ``2 h 10 min``."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,108 @@
+"""From the folders that somebody names to one comparison: whole comparisons, single runs, or folders full of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from natgrad.compare.comparison import FILE, gather
+from natgrad.compare.history import Comparison, Contender, HistoryError, Run, is_run, read
+from natgrad.recipes.values import flat
+
+_UNLIKE = {"data": "data", "parameters": "number of parameters", "batch": "batch", "device": "device"}
+
+
+def collect(paths: Sequence[Path]) -> Comparison:
+    """Everything in these folders. Runs of one name are seeds of one contender, unless their recipes differ."""
+    whole = [(path, gather(path)) for path in paths if (path / FILE).is_file()]
+    loose = [run for path in paths if not (path / FILE).is_file() for run in _runs(path)]
+    if len(whole) == 1 and not loose:
+        return whole[0][1]
+    found = [(path.name, one) for path, comparison in whole for one in comparison.contenders]
+    found += [("", one) for one in _grouped(loose)]
+    if not found:
+        raise HistoryError("there is nothing to report: name the folders of some runs")
+    contenders = _told_apart(found)
+    runs = [run for one in contenders for run in one.runs]
+    notes = [note for _, comparison in whole for note in comparison.notes]
+    return Comparison(
+        title=" and ".join(dict.fromkeys(comparison.title for _, comparison in whole)) or _title(runs),
+        contenders=tuple(contenders),
+        tuning=" ".join(dict.fromkeys(comparison.tuning for _, comparison in whole)),
+        notes=(*notes, *_differences(runs)),
+    )
+
+
+def _runs(path: Path) -> list[Run]:
+    """The run in a folder, or those in the folders inside it."""
+    if is_run(path):
+        return [read(path)]
+    if not path.is_dir():
+        raise HistoryError(f"there is no folder {path}")
+    inner = sorted(one for one in path.iterdir() if one.is_dir() and is_run(one))
+    if not inner:
+        raise HistoryError(f"there is no run in {path}: the folder of a run holds a metrics.jsonl")
+    return [read(one) for one in inner]
+
+
+def _grouped(runs: Iterable[Run]) -> list[Contender]:
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.name, repr(sorted(_essential(run.settings).items()))), []).append(run)
+    names = [name for name, _ in groups]
+    contenders = []
+    for (name, _), members in groups.items():
+        own = name if names.count(name) == 1 else f"{name} ({members[0].folder.absolute().name})"
+        contenders.append(
+            Contender(
+                name=own,
+                runs=tuple(dataclasses.replace(run, name=own) for run in members),
+                uses_kfac=any(run.uses_kfac for run in members),
+                settings=_chosen(members[0].settings),
+            )
+        )
+    return contenders
+
+
+def _essential(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what may differ between seeds of one contender."""
+    return {name: value for name, value in flat(settings).items() if name not in ("training.seed", "data.path")}
+
+
+def _chosen(settings: Mapping[str, Any]) -> dict[str, float]:
+    fields = flat(settings)
+    numbers = {"lr": fields.get("optimizer.lr")}
+    if fields.get("kfac.enabled"):
+        numbers["damping"] = fields.get("kfac.damping")
+    values = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in numbers.items()}
+    return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
+
+
+def _told_apart(found: Sequence[tuple[str, Contender]]) -> list[Contender]:
+    """Contenders of one name from several places get their place's name too."""
+    names = [one.name for _, one in found]
+    return [
+        _renamed(one, f"{one.name} ({place})") if place and names.count(one.name) > 1 else one for place, one in found
+    ]
+
+
+def _renamed(contender: Contender, name: str) -> Contender:
+    runs = tuple(dataclasses.replace(run, name=name) for run in contender.runs)
+    return dataclasses.replace(contender, name=name, runs=runs)
+
+
+def _title(runs: Sequence[Run]) -> str:
+    recipes = list(dict.fromkeys(str(run.about["recipe"]) for run in runs if "recipe" in run.about))
+    return " and ".join(recipes[:3]) if recipes else "Runs side by side"
+
+
+def _differences(runs: Sequence[Run]) -> list[str]:
+    """What makes runs hard to compare."""
+    notes = []
+    for field, words in _UNLIKE.items():
+        values = list(dict.fromkeys(str(run.about[field]) for run in runs if field in run.about))
+        if len(values) > 1:
+            notes.append(f"these runs are not alike: their {words} differs ({', '.join(values[:4])})")
+    return notes

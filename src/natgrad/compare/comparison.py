@@ -1,0 +1,317 @@
+"""A comparison from beginning to end: a sweep for each contender, then all of them on the same seeds, in turns.
+
+The folder is all the memory there is: a run that has come to its end is read, any other one is run. So a comparison
+that was stopped goes on where it was, and the page is made from the same folders as the decisions were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from natgrad.compare.contenders import Entry, entries
+from natgrad.compare.history import Comparison, Contender, HistoryError, Run, read
+from natgrad.compare.tuning import Outcome, Rung, Sweep, design, full_runs, rungs, shortened, sweep
+from natgrad.compare.worker import CRASHED, DIVERGED, REFUSED, Job, Worker
+from natgrad.recipes import Recipe
+from natgrad.recipes.values import RecipeError, as_table, build
+from natgrad.training.files import write_text_atomically
+from natgrad.training.run import from_anywhere
+
+FILE = "comparison.json"
+_VERSION = 1
+
+
+class ComparisonError(Exception):
+    """A comparison that cannot begin or go on, in words for its owner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared. `trials`: settings that each contender's sweep tries, one for none; `seeds`: runs of each."""
+
+    title: str
+    recipe: Recipe
+    specs: tuple[str, ...]
+    trials: int = 8
+    seeds: int = 3
+    target: float | None = None
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The contenders."""
+        return entries(self.recipe, self.specs)
+
+    @cached_property
+    def ladder(self) -> list[Rung]:
+        """The rungs of every sweep."""
+        return rungs(self.trials, self.recipe.training.epochs)
+
+    @property
+    def epochs(self) -> int:
+        """Of all runs together."""
+        each = sum(rung.settings * rung.epochs for rung in self.ladder) + self.seeds * self.recipe.training.epochs
+        return each * len(self.entries)
+
+    @property
+    def jobs(self) -> int:
+        """Runs, all together."""
+        return (sum(rung.settings for rung in self.ladder) + self.seeds) * len(self.entries)
+
+    def settings(self, entry: Entry) -> list[dict[str, float]]:
+        """What a contender's sweep tries."""
+        return design(entry.centre(), self.trials)
+
+    def trial(self, folder: Path, entry: Entry, index: int, level: int, settings: Mapping[str, float]) -> Job:
+        """A run of the sweep: a whole, short training."""
+        rung = self.ladder[level]
+        recipe = shortened(entry.with_settings(settings) if index else entry.recipe, rung.epochs)
+        words = ", ".join(f"{name} {value:.2g}" for name, value in settings.items())
+        return Job(
+            kind=entry.slug,
+            label=f"{entry.name}: {words}, {rung.epochs} epoch{'' if rung.epochs == 1 else 's'}",
+            folder=folder / entry.slug / "tuning" / f"epochs-{rung.epochs}" / f"{index + 1:02d}",
+            recipe=_keeping_one(recipe),
+            keep_checkpoints=False,
+        )
+
+    def final(self, folder: Path, entry: Entry, number: int, settings: Mapping[str, float]) -> Job:
+        """A whole training with the settings that the sweep chose; `number` counts seeds from 1.
+
+        The sweep's own seed is none of them: what it chose may have been lucky there.
+        """
+        recipe = entry.recipe if dict(settings) == entry.centre() else entry.with_settings(settings)
+        seed = recipe.training.seed + number
+        training = dataclasses.replace(recipe.training, seed=seed)
+        return Job(
+            kind=entry.slug,
+            label=f"{entry.name}: seed {seed}",
+            folder=folder / entry.slug / f"seed-{seed}",
+            recipe=_keeping_one(dataclasses.replace(recipe, training=training)),
+        )
+
+    def said(self) -> str:
+        """The budget, in words."""
+        epochs, seeds = self.recipe.training.epochs, self.seeds
+        finals = f"{seeds} seed{'s' if seeds > 1 else ''} of {epochs} epochs each"
+        alike = "Initial weights and the order of the data are the same for all, seed by seed, and runs took turns."
+        measure = "error" if self.recipe.training.loss == "cross-entropy" else "loss"
+        if not self.ladder:
+            return f"Nothing was tuned: every contender ran as the recipe has it, {finals}. {alike}"
+        climb = ", ".join(f"{rung.settings} for {rung.epochs}" for rung in self.ladder)
+        damping = ", with K-FAC together with the damping" if any(entry.uses_kfac for entry in self.entries) else ""
+        return (
+            f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by test "
+            f"{measure} in successive halving ({climb} epochs), {full_runs(self.ladder, epochs):.2g} whole trainings "
+            f"in all; then {finals}, on other seeds. {alike}"
+        )
+
+
+def _keeping_one(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, keep=1))
+
+
+class Watcher:
+    """Whoever wants to know how a comparison goes; what is not overridden is not listened to."""
+
+    def begun(self, plan: Plan, folder: Path) -> None:
+        """Once."""
+
+    def job_begun(self, job: Job) -> None:
+        """A run begins, or goes on."""
+
+    def job_told(self, job: Job, kind: str, value: Any) -> None:
+        """What the run says: see `natgrad.compare.worker.Tell`."""
+
+    def job_ended(self, job: Job, reason: str, score: float | None) -> None:
+        """How it ended; also of runs that had ended before."""
+
+    def chosen(self, entry: Entry, found: Sweep) -> None:
+        """A sweep is over."""
+
+    def warned(self, text: str) -> None:
+        """Something went wrong, and the comparison goes on."""
+
+
+def begin(plan: Plan, folder: Path) -> None:
+    """Writes down what is to be compared, so that the comparison can go on without being told again."""
+    if (folder / FILE).exists():
+        raise ComparisonError(f"{folder} holds a comparison already: go on with --resume, or choose another --out")
+    if folder.exists() and not folder.is_dir():
+        raise ComparisonError(f"{folder} is a file: choose another --out for the results")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ComparisonError(f"{folder} holds something else: choose another --out for the results")
+    save_plan(plan, folder)
+
+
+def save_plan(plan: Plan, folder: Path) -> None:
+    """Also that of a comparison that goes on with more seeds or contenders than before."""
+    table = {
+        "version": _VERSION,
+        "title": plan.title,
+        "optimizers": list(plan.specs),
+        "trials": plan.trials,
+        "seeds": plan.seeds,
+        "target": plan.target,
+        "recipe": as_table(from_anywhere(plan.recipe)),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / FILE, json.dumps(table, indent=2) + "\n")
+    except OSError as error:
+        raise ComparisonError(f"the results cannot be written to {folder}: {error.strerror or error}") from error
+
+
+def load_plan(folder: Path) -> Plan:
+    """What a folder's comparison compares."""
+    try:
+        table = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if table["version"] != _VERSION:
+            raise ComparisonError(f"{folder / FILE} has version {table['version']}, and this natgrad knows {_VERSION}")
+        plan = Plan(
+            title=table["title"],
+            recipe=build(table["recipe"]),
+            specs=tuple(table["optimizers"]),
+            trials=table["trials"],
+            seeds=table["seeds"],
+            target=table["target"],
+        )
+        assert plan.entries
+    except FileNotFoundError:
+        raise ComparisonError(f"there is no comparison in {folder}: it would hold a {FILE}") from None
+    except OSError as error:
+        raise ComparisonError(f"{folder / FILE} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise ComparisonError(f"{folder / FILE} is damaged: {error!r}") from error
+    return plan
+
+
+def compare(plan: Plan, folder: Path, worker: Worker, watcher: Watcher) -> None:
+    """Runs whatever of a comparison has not come to its end. What one run does to itself ends no other."""
+    _Comparing(plan, folder, worker, watcher).everything()
+
+
+class _Comparing:
+    def __init__(self, plan: Plan, folder: Path, worker: Worker, watcher: Watcher) -> None:
+        self._plan, self._folder, self._worker, self._watcher = plan, folder, worker, watcher
+        self._refused: dict[str, str] = {}
+        self._tried: set[Path] = set()
+
+    def everything(self) -> None:
+        plan = self._plan
+        self._watcher.begun(plan, self._folder)
+        found = {entry.slug: self._sweep(entry) for entry in plan.entries}
+        for number in range(1, plan.seeds + 1):
+            for entry in plan.entries:  # in turns, so that a machine that slows down slows all of them
+                settings = found[entry.slug].settings
+                if settings is not None:
+                    self._outcome(plan.final(self._folder, entry, number, settings))
+
+    def _sweep(self, entry: Entry) -> Sweep:
+        plan = self._plan
+
+        def outcome(index: int, level: int, settings: Mapping[str, float]) -> Outcome:
+            return self._outcome(plan.trial(self._folder, entry, index, level, settings))
+
+        found = sweep(plan.settings(entry), plan.ladder, outcome)
+        self._watcher.chosen(entry, found)
+        if found.settings is None:
+            self._watcher.warned(f"{entry.name} is left out: {_why_none(found)}")
+        return found
+
+    def _outcome(self, job: Job) -> Outcome:
+        known = outcome_of(job.folder)
+        if known is None or (known.note.startswith(CRASHED) and job.folder not in self._tried):
+            if job.kind in self._refused:
+                return Outcome(None, note=self._refused[job.kind])
+            self._run(job)
+            known = outcome_of(job.folder) or Outcome(None, note=f"{CRASHED}: it left nothing that can be read")
+        self._watcher.job_ended(job, known.note or "finished", known.score)
+        if not job.keep_checkpoints:
+            shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        return known
+
+    def _run(self, job: Job) -> None:
+        self._tried.add(job.folder)
+        self._watcher.job_begun(job)
+        reason = self._worker.run(job, lambda kind, value: self._watcher.job_told(job, kind, value))
+        if reason.startswith(REFUSED):
+            self._refused[job.kind] = reason  # every other run of this contender would be too
+
+
+def _why_none(found: Sweep) -> str:
+    notes = [trial.note for trial in found.trials if trial.note]
+    if not notes:
+        return "its sweep is not at its end"
+    alike = notes[0] if len(set(notes)) == 1 else f"{notes[0]}, and others"
+    return f"no setting could be trained ({alike})"
+
+
+def outcome_of(folder: Path) -> Outcome | None:
+    """What a run came to: the error of its last test, or the loss; None where it has not come to an end."""
+    try:
+        found = read(folder)
+    except HistoryError:
+        return None
+    if found.reason.startswith((DIVERGED, CRASHED, REFUSED)):
+        return Outcome(None, note=found.reason)
+    if not found.finished:
+        return None
+    last = found.test[-1] if found.test else None
+    if last is None or last.loss is None:
+        return Outcome(None, note=f"{DIVERGED}: the test loss is no number")
+    return Outcome(last.loss if last.error is None else last.error, tie_break=last.loss)
+
+
+def gather(folder: Path) -> Comparison:
+    """What a comparison's folder holds by now, for the verdict and the page."""
+    plan = load_plan(folder)
+    contenders = tuple(_contender(plan, folder, entry) for entry in plan.entries)
+    runs = [run for one in contenders for run in one.runs]
+    stopped = sum(not run.finished for run in runs)
+    missing = plan.seeds * len(plan.entries) - len(runs)
+    notes = []
+    if stopped or missing:
+        notes.append(
+            f"{len(runs) - stopped} of {plan.seeds * len(plan.entries)} runs came to their end: what is said here is "
+            "said of what there is"
+        )
+    return Comparison(
+        title=plan.title, contenders=contenders, target=plan.target, tuning=plan.said(), notes=tuple(notes)
+    )
+
+
+def _contender(plan: Plan, folder: Path, entry: Entry) -> Contender:
+    def outcome(index: int, level: int, settings: Mapping[str, float]) -> Outcome | None:
+        return outcome_of(plan.trial(folder, entry, index, level, settings).folder)
+
+    found = sweep(plan.settings(entry), plan.ladder, outcome)
+    runs: tuple[Run, ...] = ()
+    if found.settings is not None:
+        runs = tuple(_runs(plan, folder, entry, found.settings))
+    return Contender(
+        name=entry.name,
+        runs=runs,
+        uses_kfac=entry.uses_kfac,
+        settings=found.settings or {},
+        trials=found.trials,
+        note="" if runs else _why_none(found) if found.settings is None else "not run yet",
+    )
+
+
+def _runs(plan: Plan, folder: Path, entry: Entry, settings: Mapping[str, float]) -> Iterator[Run]:
+    for number in range(1, plan.seeds + 1):
+        job = plan.final(folder, entry, number, settings)
+        try:
+            found = read(job.folder, name=entry.name, seed=job.recipe.training.seed)
+        except HistoryError:
+            continue
+        yield dataclasses.replace(found, uses_kfac=entry.uses_kfac)
