@@ -26,6 +26,7 @@ from natgrad.averaging import PolyakAverage
 from natgrad.clock import Clock
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
+from natgrad.log import Log
 from natgrad.precondition.buffers import Grafting
 from natgrad.statistics.predictive import Bernoulli, Categorical, Gaussian
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
@@ -40,6 +41,7 @@ __all__ = [
     "Clock",
     "Gaussian",
     "Grafting",
+    "Log",
     "NatgradWarning",
     "PolyakAverage",
     "TrustRegion",

@@ -93,7 +93,7 @@ def _eigenvalue_range(solved: Iterable[SolvedBlock], solver: str) -> tuple[float
 
 
 def _range(member: SolvedBlock, solver: str) -> tuple[Tensor, Tensor]:
-    """The smallest and largest eigenvalue of an undamped block: of its decomposition, or for inverses of its factors."""
+    """The smallest and largest eigenvalue of an undamped block: of its decomposition, for inverses of its factors."""
     if solver == "eigen":
         sides = [side.values for side in member.sides]
         scale = member.scale

@@ -105,7 +105,7 @@ def test_a_run_leaves_everything_about_it_in_its_folder() -> None:
     folder = Path("run")
     assert recipes.load("run") == recipes.load("digits", SHORT)
     kinds = [line["kind"] for line in lines("run")]
-    assert kinds == ["start", "train", "train", "train", "test", "end"]
+    assert kinds == ["start", "train", "train", "train", "test", "layers", "coverage", "end"]
     assert json.loads((folder / "environment.json").read_text())
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000003.pt", "best.pt"}
     assert torch.load(folder / "checkpoints" / "best.pt", weights_only=True)["step"] == 3

@@ -11,7 +11,7 @@ import torch
 
 from natgrad import data, models, recipes
 from natgrad.recipes.objects import kfac_arguments, learning_rate
-from natgrad.training.events import Evaluated, Progress
+from natgrad.training.events import Evaluated, Listener, Progress
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
 from natgrad.training.trainer import Trainer
@@ -35,15 +35,11 @@ makes ResNets deeper than 50 layers.
 """
 
 
-class Heard:
+class Heard(Listener):
     def __init__(self) -> None:
         self.told: list[Progress] = []
         self.tests: list[Evaluated] = []
         self.warnings: list[str] = []
-
-    def stepped(self, step: int) -> None: ...
-
-    def evaluating(self, done: int, total: int) -> None: ...
 
     def progress(self, event: Progress) -> None:
         self.told.append(event)

@@ -84,16 +84,15 @@ class Row:
 
 
 def measure_of(contenders: Sequence[Contender]) -> Measure:
-    """The error where there is one, else the loss; of test cases where every run has some."""
-    runs = [run for one in contenders for run in one.runs]
-    measures = [Measure(of=of, what=what) for of in ("test", "train") for what in ("error", "loss")]
-    known = [one for one in measures if runs and all(_values(run, one) for run in runs if _seen(run))]
-    return next(iter(known), Measure())
+    """The error where there is one, else the loss; of test cases where all runs have seen some.
 
-
-def _seen(run: Run) -> bool:
-    """Whether anything was measured: a run that crashed at once says nothing about what the others measure."""
-    return bool(run.train or run.test)
+    Runs that came to their end decide: those that crashed before their first test say nothing about the others.
+    """
+    everything = [run for one in contenders for run in one.runs if run.test or run.train]
+    runs = [run for run in everything if run.finished] or everything
+    of: Literal["test", "train"] = "test" if all(run.test for run in runs) else "train"
+    known = [run for run in runs if _values(run, Measure(of=of, what="loss")) or _values(run, Measure(of=of))]
+    return Measure(of=of, what="error" if all(_values(run, Measure(of=of)) for run in known) else "loss")
 
 
 def _values(run: Run, measure: Measure) -> list[tuple[Point, float]]:
@@ -200,7 +199,7 @@ def fastest(rows: Iterable[Row]) -> Row | None:
         came = sum(one is not None for one in row.arrivals)
         return mean, -came, math.inf if row.best is None else row.best.mean
 
-    return min((row for row in rows if row.best is not None), key=key, default=None)
+    return min((row for row in rows if row.arrivals), key=key, default=None)
 
 
 def duration(seconds: float) -> str:

@@ -74,8 +74,9 @@ def _sentence(
     if ours is None or theirs is None:
         return _only_one_kind(rows, goal, ours, theirs), ours, theirs
     by_clock = order(seconds_to(ours), seconds_to(theirs))
-    where = f"{goal}{'' if says in ('given', '') else f', what {says} reaches with every seed'}"
-    text = f"{_opening(ours, theirs, by_clock)}: {_arrivals(ours, theirs, where, measure)}{_one_seed(ours, theirs)}."
+    whose = "" if says == "given" else f", what {says} reaches with every seed"
+    arrivals = _arrivals(ours, theirs, goal, whose, measure)
+    text = f"{_opening(ours, theirs, by_clock)}: {arrivals}{_one_seed(ours, theirs)}."
     return text, ours, theirs
 
 
@@ -95,12 +96,12 @@ def _opening(ours: Row, theirs: Row, by_clock: Order) -> str:
     return f"{ours.name} does not pay here"
 
 
-def _arrivals(ours: Row, theirs: Row, where: str, measure: Measure) -> str:
+def _arrivals(ours: Row, theirs: Row, goal: str, whose: str, measure: Measure) -> str:
     if ours.seconds is None and theirs.seconds is None:
-        return f"to {where}, neither {_came(ours, measure)}, nor {_came(theirs, measure)}"
+        return f"not every seed of anybody reaches {goal}; {_came(ours, measure)}, {_came(theirs, measure)}"
     if ours.seconds is None or theirs.seconds is None:
         there, other = (ours, theirs) if ours.seconds is not None else (theirs, ours)
-        return f"{there.name} reaches {where}, after {_where(there)}; {_came(other, measure)}"
+        return f"{there.name} reaches {goal} after {_where(there)}; {_came(other, measure)}"
     assert ours.updates is not None
     assert theirs.updates is not None
     by_updates, by_clock = order(steps_to(ours), steps_to(theirs)), order(seconds_to(ours), seconds_to(theirs))
@@ -109,8 +110,8 @@ def _arrivals(ours: Row, theirs: Row, where: str, measure: Measure) -> str:
         f"{_ratio(ours.seconds.mean, theirs.seconds.mean, fewer='less time', more='as much time')}"
     )
     return (
-        f"to {where}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, {_where(theirs)}: "
-        f"{ratios}{_overlap(by_updates, by_clock)}"
+        f"to {goal}{whose}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, "
+        f"{_where(theirs)}: {ratios}{_overlap(by_updates, by_clock)}"
     )
 
 
@@ -133,7 +134,7 @@ def _came(row: Row, measure: Measure) -> str:
     came = sum(one is not None for one in row.arrivals)
     if came:
         return f"{row.name} does with only {came} of {len(row.arrivals)} seeds"
-    best = "" if row.best is None else f" (its best is {measure.text(row.best.low)})"
+    best = " (nothing it gave was a number)" if row.best is None else f" (its best is {measure.text(row.best.low)})"
     return f"{row.name} never does{best}"
 
 

@@ -26,6 +26,7 @@ from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.checkpoints import load as load_checkpoint
 from natgrad.training.events import Evaluated, Finished, Listener, Looked, Progress, Started
 from natgrad.training.files import UNFINISHED, remove_leftovers, write_text_atomically
+from natgrad.training.looking import write_looked
 from natgrad.training.metrics_file import MetricsFile
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
@@ -322,13 +323,6 @@ class Everybody(Listener):
         """Everything is saved."""
         for one in self._listeners:
             one.finished(event)
-
-
-def write_looked(file: MetricsFile, event: Looked) -> None:
-    """The lines that K-FAC has of its own."""
-    file.write("layers", step=event.step, layers=[asdict(layer) for layer in event.layers])
-    if event.coverage is not None:
-        file.write("coverage", step=event.step, rows=[asdict(line) for line in event.coverage])
 
 
 class Recorder(Listener):

@@ -24,7 +24,8 @@ from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, le
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
-from natgrad.training.events import PARTS, Evaluated, Listener, Looked, Progress
+from natgrad.training.events import PARTS, Evaluated, Listener, Progress
+from natgrad.training.looking import Looking
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
 from natgrad.training.tally import Reading, Tally
@@ -84,6 +85,7 @@ class Trainer:
             self.kfac = build_kfac(recipe, self.running, steps_per_epoch=self.steps_per_epoch)
             self.kfac.attach(self.optimizer)
             self.kfac.clock = self.clock
+        self._looking = Looking(self.kfac) if self.kfac is not None and ranks.first else None
         self.adapts = recipe.kfac.enabled and recipe.kfac.damping == "adaptive"
         self.average = None
         if training.polyak is not None:
@@ -94,7 +96,6 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         self.saved_at: int | None = None  # the step of the last checkpoint
         self._evaluated_at = 0
-        self._looked_at = 0
         self._hopeless = 0  # evaluations in a row whose loss was no number
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None
@@ -288,21 +289,15 @@ class Trainer:
             )
             self._evaluated_at = self.step
             self.listener.evaluated(event)
-            self._look()
+            if self._looking is not None:
+                looked = self._looking.look(self.step, last=self.step == self.total_steps)
+                if looked is not None:
+                    self.listener.looked(looked)
             self._refuse_hopeless(mean)
             before, self.best = self.best, event if event.best else self.best
             if not self.save(best=event.best):
                 self.best = before  # what is not on disk is lost: a later one may still become the best
         return True
-
-    def _look(self) -> None:
-        """At K-FAC's blocks, less and less often: with ``solver="inverse"`` that means to decompose them."""
-        early = self.step < 2 * self._looked_at and self.step < self.total_steps
-        if self.kfac is None or early or not self.ranks.first:
-            return
-        coverage = None if self._looked_at else tuple(self.kfac.report())
-        self._looked_at = self.step
-        self.listener.looked(Looked(step=self.step, layers=self.kfac.layers(), coverage=coverage))
 
     def _refuse_hopeless(self, loss: float) -> None:
         """K-FAC drops gradients that are no numbers: weights that only give such would stay as they are for ever."""
