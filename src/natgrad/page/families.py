@@ -1,0 +1,142 @@
+"""Lines of several seeds in a panel: the mean, the band around it, and what the pointer finds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from natgrad.page import series
+from natgrad.page.drawing import Look, rounded, to_six
+from natgrad.page.series import Curve, Line
+from natgrad.page.words import number
+
+ANSWER = '<span style="color:%{fullData.line.color}">■</span> <b>%{fullData.name}</b>   %{text}<extra></extra>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A contender's seeds in one panel: those that came to the end as one curve, the others each for itself."""
+
+    curve: Curve | None
+    loose: tuple[Line, ...]
+
+    def values(self) -> list[float]:
+        """All that must be seen."""
+        curve = [*self.curve.low, *self.curve.high] if self.curve is not None else []
+        return [y for y in [*curve, *(y for line in self.loose for _, y in line)] if y is not None]
+
+    def starts(self) -> list[float]:
+        """Where the lines begin."""
+        curve = list(self.curve.high) if self.curve is not None else []
+        lines = [curve, *([y for _, y in line] for line in self.loose)]
+        return [first for line in lines if (first := next((y for y in line if y is not None), None)) is not None]
+
+    def at(self, x: float) -> float | None:
+        """The mean there; where there is none, the only run."""
+        if self.curve is not None:
+            return series.at(list(zip(self.curve.x, self.curve.mean, strict=True)), x)
+        return series.at(self.loose[0], x) if len(self.loose) == 1 else None
+
+    def places(self) -> list[float]:
+        """Every x that has a value."""
+        if self.curve is not None:
+            return list(self.curve.x)
+        return [x for x, _ in self.loose[0]] if len(self.loose) == 1 else []
+
+
+def family_of(lines: Sequence[tuple[Line, bool]], *, clock: bool) -> Family:
+    """Of lines, each with whether its run came to the end. Where none did, all of them count for the mean."""
+    kept = [(cleaned, finished) for line, finished in lines if (cleaned := series.cleaned(line))]
+    whole = [line for line, finished in kept if finished] or [line for line, _ in kept]
+    curve = (series.by_clock if clock else series.by_step)(whole)
+    loose = [line for line, _ in kept if curve is None or not any(line is one for one in whole)]
+    return Family(
+        curve=curve, loose=tuple(line for line in map(_thinned, loose) if any(y is not None for _, y in line))
+    )
+
+
+def _thinned(line: Line) -> Line:
+    """Counted from the end, which is what a run that broke off is looked at for."""
+    return line[:: -max(1, len(line) // series.POINTS)][::-1]
+
+
+def family_traces(family: Family, of: str, look: Look) -> list[dict[str, Any]]:
+    """Band, mean and loose lines: solid for test, dashed for train."""
+    solid = of == "test"
+    common = {"hoverinfo": "skip", "showlegend": False, "legendgroup": look.group, "name": look.name}
+    traces: list[dict[str, Any]] = []
+    curve = family.curve
+    if curve is not None and curve.seeds > 1:
+        x, y = band(curve)
+        traces.append(
+            {
+                **common, "type": "scatter", "mode": "lines", "x": x, "y": y, "fill": "toself",
+                "fillcolor": f"{look.colour}/{0.2 if solid else 0.1}", "line": {"width": 0, "color": "@ink/0"},
+            }
+        )  # fmt: skip
+    dash = {} if solid else {"dash": "5px,4px"}
+    if curve is not None:
+        alone = not any(a is not None and b is not None for a, b in itertools.pairwise(curve.mean))  # no line to see
+        trace = {
+            **common, "type": "scatter", "mode": "lines+markers" if solid or alone else "lines",
+            "x": rounded(curve.x), "y": rounded(curve.mean), "connectgaps": False,
+            "line": {"color": look.colour, "width": 2.25 if solid else 1.4, **dash},
+        }  # fmt: skip
+        if solid or alone:
+            trace["marker"] = {"symbol": look.symbol, "size": 7, "color": look.colour, "maxdisplayed": 12}
+        traces.append(trace)
+    for line in family.loose:
+        x, y = [x for x, _ in line], [y for _, y in line]
+        traces.append(
+            {
+                **common, "type": "scatter", "mode": "lines", "x": rounded(x), "y": rounded(y), "opacity": 0.75,
+                "line": {"color": look.colour, "width": 1, **dash},
+            }
+        )  # fmt: skip
+        end = max(index for index, one in enumerate(y) if one is not None)
+        traces.append(
+            {
+                **common, "type": "scatter", "mode": "markers", "x": rounded(x[end : end + 1]),
+                "y": rounded(y[end : end + 1]), "marker": {"symbol": "x-thin", "size": 9, "color": look.colour,
+                "line": {"width": 2, "color": look.colour}},
+            }
+        )  # fmt: skip
+    return traces
+
+
+def band(curve: Curve) -> tuple[list[float | None], list[float | None]]:
+    """Its outline, there on the largest and back on the smallest; one closed piece for every piece of the curve."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    piece: list[tuple[float, float, float]] = []
+    for place, low, high in [*zip(curve.x, curve.low, curve.high, strict=True), (0.0, None, None)]:
+        if low is not None and high is not None:
+            piece.append((place, low, high))
+        elif piece:
+            outline = [(x, high) for x, _, high in piece] + [(x, low) for x, low, _ in reversed(piece)]
+            x += [*([None] if x else []), *(to_six(x) for x, _ in outline)]
+            y += [*([None] if y else []), *(to_six(y) for _, y in outline)]
+            piece = []
+    return x, y
+
+
+def answer(one: Family, look: Look) -> list[dict[str, Any]]:
+    """What the pointer finds of one family, at its own places. (Nothing of it is seen.)"""
+    places = [(x, y) for x in one.places() if (y := one.at(x)) is not None]
+    if not places:
+        return []
+    return [
+        {
+            "type": "scatter", "mode": "lines", "x": rounded(x for x, _ in places),
+            "y": rounded(y for _, y in places), "text": [number(y) for _, y in places], "name": look.name,
+            "legendgroup": look.group, "showlegend": False, "line": {"color": look.colour, "width": 2.25},
+            "opacity": 0, "hovertemplate": ANSWER,
+        }
+    ]  # fmt: skip
+
+
+def above_zero(trace: dict[str, Any]) -> dict[str, Any]:
+    """On a logarithmic axis nothing leads to zero; so it leads out of the picture."""
+    return {**trace, "y": [1e-12 if y is not None and y <= 0 else y for y in trace["y"]]}
