@@ -75,6 +75,7 @@ class Plan:
         words = ", ".join(f"{name} {value:.2g}" for name, value in settings.items())
         return Job(
             kind=entry.slug,
+            title=self.title,
             label=f"{entry.name}: {words}, {rung.epochs} epoch{'' if rung.epochs == 1 else 's'}",
             folder=folder / entry.slug / "tuning" / f"epochs-{rung.epochs}" / f"{index + 1:02d}",
             recipe=_keeping_one(recipe),
@@ -91,6 +92,7 @@ class Plan:
         training = dataclasses.replace(recipe.training, seed=seed)
         return Job(
             kind=entry.slug,
+            title=self.title,
             label=f"{entry.name}: seed {seed}",
             folder=folder / entry.slug / f"seed-{seed}",
             recipe=_keeping_one(dataclasses.replace(recipe, training=training)),

@@ -45,9 +45,12 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training. `kind` is shared by jobs whose steps are alike, `label` tells people which this is."""
+    """One training. `kind` is shared by jobs whose steps are alike, `label` tells people which this is, and `title` of
+    what it is a part.
+    """
 
     kind: str
+    title: str
     label: str
     folder: Path
     recipe: Recipe
@@ -177,7 +180,7 @@ def _result(job: Job, these: Ranks, warmed: set[str], connection: Connection) ->
         resume = (job.folder / RECIPE).exists()
         if not resume and job.folder.exists():  # only the note of an earlier crash
             (job.folder / METRICS).unlink(missing_ok=True)
-        done = run(job.recipe, job.folder, name=job.label, ranks=these, listener=_Relay(connection), resume=resume)
+        done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection), resume=resume)
         return ("ended", done.reason if done.saved else f"{CRASHED}: its end could not be saved")
     except DivergedError as error:
         return _recorded(job, f"{DIVERGED}: {error}")
