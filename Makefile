@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint types unit clean
 
 demo: $(READY)
-	$(RUN) -m natgrad.demo
+	$(RUN) -m natgrad compare digits
 
 test: lint types unit
 

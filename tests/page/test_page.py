@@ -327,7 +327,9 @@ def row(name: str, *, updates: float | None, seconds: float | None, arrived: int
     def spread(value: float | None) -> Spread | None:
         return None if value is None else Spread(mean=value, low=value - 1, high=value + 1)
 
-    arrivals = [Arrival(step=1, seconds=1.0)] * arrived + [None] * (2 - arrived)
+    step, second = updates or 2, seconds or 2.0
+    there = [Arrival(step=step - 1, seconds=second - 1), Arrival(step=step + 1, seconds=second + 1)]
+    arrivals = [*there[:arrived], *[None] * (2 - arrived)]
     best = Spread(mean=0.05, low=0.05, high=0.05)
     return Row(
         name=name,
@@ -341,7 +343,13 @@ def row(name: str, *, updates: float | None, seconds: float | None, arrived: int
 
 
 def test_winners_of_each_column_are_named():
-    rows = (row("a", updates=100, seconds=20), row("b", updates=50, seconds=30), row("c", updates=None, seconds=None))
+    rows = (
+        row("a", updates=100, seconds=20),
+        row("b", updates=50, seconds=30),
+        row("c", updates=None, seconds=None, arrived=0),
+    )
+    close = (row("a", updates=100, seconds=20), row("b", updates=101, seconds=20))
+    assert not any(cell.mark for line in tables.times(verdict(rows=close)).rows for cell in line)  # they overlap
     table = tables.times(verdict(rows=rows, measure=Measure()))
     assert [[cell.mark for cell in line[2:4]] for line in table.rows] == [["", "fastest"], ["fewest", ""], ["", ""]]
     assert [(line[2].text, line[2].more) for line in table.rows] == [

@@ -152,7 +152,7 @@ def compare(
     ] = None,
     trials: Annotated[int | None, typer.Option(help="Settings that each is tuned over (8); 1: none.", min=1)] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Runs of each with the settings that were chosen (3).", min=1)
+        int | None, typer.Option(help="Runs of each with the settings that were chosen (5).", min=1)
     ] = None,
     target: Target = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/compare-RECIPE-TIME.")] = None,
@@ -247,7 +247,7 @@ def errors_told() -> Iterator[None]:
 
 def _tell(error: Exception) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    rank = f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     console.print(f"{rank}[bold red]error:[/bold red]", end=" ")
     console.print(str(error), markup=False)
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,17 @@ from rich.text import Text
 from natgrad import page, recipes
 from natgrad.cli import formatting as form
 from natgrad.compare.arrivals import Measure, Row, Spread, duration, measure_of
-from natgrad.compare.comparison import FILE, ComparisonError, Plan, Watcher, begin, compare, load_plan, save_plan
+from natgrad.compare.comparison import (
+    FILE,
+    ComparisonError,
+    Plan,
+    Watcher,
+    begin,
+    briefly,
+    compare,
+    load_plan,
+    save_plan,
+)
 from natgrad.compare.contenders import Entry, named
 from natgrad.compare.history import Comparison
 from natgrad.compare.tuning import Sweep
@@ -31,6 +41,8 @@ from natgrad.training.run import new_folder
 PAGE = "report.html"
 CONTENDERS = ("sgd", "adamw", "kfac")
 """Those of a comparison that names none."""
+WIDE = 110
+"""Columns from which on the table has room for ranges."""
 
 
 def planned(
@@ -135,12 +147,12 @@ class _Lines(Watcher):
     def job_ended(self, job: Job, reason: str, score: float | None) -> None:
         """What came of a run."""
         self._done += 1
-        came = f"{self._measure.name} {self._measure.text(score)}" if score is not None else reason
+        came = f"{self._measure.name} {self._measure.text(score)}" if score is not None else briefly(reason)
         self._line(f"[{form.duration(time.monotonic() - self._begun)}] {self._done}/{self._jobs}  {job.label}: {came}")
 
     def job_told(self, job: Job, kind: str, value: Any) -> None:
-        """Warnings only."""
-        if kind == "warned":
+        """Warnings only; those of a sweep, where settings are meant to fail, are in the files of its runs."""
+        if kind == "warned" and not job.tuning:
             self.warned(f"{job.label}: {value}")
 
     def chosen(self, entry: Entry, found: Sweep) -> None:
@@ -156,7 +168,7 @@ class _Lines(Watcher):
         self._print(Text(text))
 
     def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
 
 class _Live(_Lines):
@@ -208,9 +220,9 @@ class _Live(_Lines):
         self._done += 1
         self._progress.update(self._whole, completed=self._epochs, words=f"{self._done}/{self._jobs} runs")
         self._progress.update(self._one, visible=False)
-        if reason.startswith((CRASHED, REFUSED)) or (reason.startswith(DIVERGED) and job.keep_checkpoints):
-            self.warned(f"{job.label}: {reason}")
-        elif job.keep_checkpoints and score is not None:
+        if reason.startswith((CRASHED, REFUSED)) or (reason.startswith(DIVERGED) and not job.tuning):
+            self.warned(f"{job.label}: {briefly(reason)}")
+        elif not job.tuning and score is not None:
             self._print(Text.assemble((f"{job.label}  ", "dim"), f"{self._measure.name} {self._measure.text(score)}"))
 
     def chosen(self, entry: Entry, found: Sweep) -> None:
@@ -230,7 +242,7 @@ class _Live(_Lines):
 
 def measure_of_plan(plan: Plan) -> Measure:
     """What the runs of a plan will be judged by."""
-    return Measure(what="error" if plan.recipe.training.loss == "cross-entropy" else "loss")
+    return Measure(what=plan.score)
 
 
 def _settings(settings: dict[str, float]) -> str:
@@ -267,42 +279,44 @@ def show(comparison: Comparison, verdict: Verdict, *, path: Path | None, console
     """The verdict, the table behind it, and where the page is."""
     parts: list[Any] = [Text(""), Text(verdict.sentence, "bold")]
     parts += [Text(line) for line in verdict.advice]
-    parts += [Text(""), _table(verdict), Text(verdict.target_says, "dim")]
+    parts += [Text(""), _table(verdict, ranges=console.width >= WIDE), Text(verdict.target_says, "dim")]
     parts += [Text(f"Note: {note}.", "yellow") for note in comparison.notes]
     console.print(Group(*parts))
     if path is not None:
         console.print(Text.assemble(("\npage  ", "dim"), str(path)), soft_wrap=True)
 
 
-def _table(verdict: Verdict) -> Table:
+def _table(verdict: Verdict, *, ranges: bool) -> Table:
+    """Means over seeds, with their `ranges` where there is room."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    for title in ("updates to the target", "time to the target", f"best {verdict.measure.name}", "step"):
+    for title in ("updates to target", "time to target", f"best {verdict.measure.name}", "step"):
         table.add_column(title, justify="right")
     for row in verdict.rows:
         table.add_row(
             Text(row.name, "bold" if row.uses_kfac else ""),
-            _to_target(row, row.updates, lambda value: f"{value:,.0f}"),
-            _to_target(row, row.seconds, duration),
-            _spread(row.best, verdict.measure.text),
-            "" if row.step_seconds is None else duration(row.step_seconds.mean),
-            *([row.note] if row.note else []),
+            _to_target(row, row.updates, lambda value: f"{value:,.0f}", ranges=ranges),
+            _to_target(row, row.seconds, duration, ranges=ranges),
+            _spread(row.best, verdict.measure.text, ranges=ranges),
+            _spread(row.step_seconds, duration, ranges=False),
+            *([briefly(row.note)] if row.note else []),
         )
     return table
 
 
-def _to_target(row: Row, spread: Spread | None, text: Any) -> str:
+def _to_target(row: Row, spread: Spread | None, text: Callable[[float], str], *, ranges: bool) -> str:
     if spread is not None:
-        return _spread(spread, text)
+        return _spread(spread, text, ranges=ranges)
     came = sum(one is not None for one in row.arrivals)
     return f"{came} of {len(row.arrivals)} seeds" if came else "never" if row.arrivals else "not run"
 
 
-def _spread(spread: Spread | None, text: Any) -> str:
+def _spread(spread: Spread | None, text: Callable[[float], str], *, ranges: bool) -> str:
     if spread is None:
         return ""
     mean = text(spread.mean)
-    return mean if spread.low == spread.high else f"{mean} ({text(spread.low)} to {text(spread.high)})"
+    alone = not ranges or text(spread.low) == text(spread.high)
+    return mean if alone else f"{mean} ({text(spread.low)} to {text(spread.high)})"
 
 
 def report(comparison: Comparison, *, out: Path, console: Console, target: str | None = None) -> bool:

@@ -77,7 +77,7 @@ def _cheaper_solve(kfac: Mapping[str, object]) -> list[str]:
 
 def _cheaper_products(kfac: Mapping[str, object]) -> list[str]:
     inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse"]
-    return [*inverse, "a larger training.batch, which costs nothing here"]
+    return [*inverse, "a larger training.batch, for which it costs no more"]
 
 
 def _twice(steps: str, epochs: str, kfac: Mapping[str, object]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from natgrad.compare.history import Contender, Point, Run
 
+CHANCE = 0.05
+"""How often chance alone may put one in front that is no better."""
 CLOSE = 0.05
 """With one seed each there is no spread: then differences up to this part are called a tie."""
 
@@ -80,6 +83,8 @@ class Row:
     seconds: Spread | None
     best: Spread | None
     step_seconds: Spread | None
+    bests: tuple[float, ...] = ()
+    step_times: tuple[float, ...] = ()
     note: str = ""
 
 
@@ -144,6 +149,8 @@ def row_of(contender: Contender, measure: Measure, target: float | None) -> Row:
         seconds=spread([one.seconds for one in there]) if everybody else None,
         best=spread(bests) if bests else None,
         step_seconds=spread(times) if times else None,
+        bests=tuple(bests),
+        step_times=tuple(times),
         note=contender.note or _ends(contender.runs),
     )
 
@@ -163,18 +170,50 @@ Order = Literal["first", "second", "tie", "neither"]
 
 
 def order(ours: Sequence[float], theirs: Sequence[float]) -> Order:
-    """Who was first: every seed of one before every seed of the other, else a tie. Infinity is never.
+    """Who was first, a number a seed, infinity for never: decided by the ranks of all of them (Mann and Whitney's
+    test, exact, one-sided), where chance would do it less often than `CHANCE`.
 
-    With one seed each, a difference of up to `CLOSE` is a tie.
+    Two seeds each cannot be that sure: then it takes both of one before both of the other. With a single one, a
+    difference of up to `CLOSE` is a tie.
     """
     if not any(map(math.isfinite, (*ours, *theirs))):
         return "neither"
-    slack = 1 + CLOSE if len(ours) == len(theirs) == 1 else 1.0
-    if max(ours, default=math.inf) * slack < min(theirs, default=math.inf):
+    if not ours or not theirs:
+        return "first" if ours else "second"
+    if _is_before(ours, theirs):
         return "first"
-    if max(theirs, default=math.inf) * slack < min(ours, default=math.inf):
-        return "second"
-    return "tie"
+    return "second" if _is_before(theirs, ours) else "tie"
+
+
+def _is_before(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    if min(len(ours), len(theirs)) == 1:
+        return max(ours) * (1 + CLOSE) < min(theirs)
+    if min(len(ours), len(theirs)) == 2:
+        return max(ours) < min(theirs)
+    pairs = len(ours) * len(theirs)
+    lost = sum(1.0 if mine > its else 0.5 if mine == its else 0.0 for mine in ours for its in theirs)
+    at_most = sum(_ways(len(ours), len(theirs), count) for count in range(math.ceil(lost) + 1))
+    return lost < pairs / 2 and at_most <= CHANCE * math.comb(len(ours) + len(theirs), len(ours))
+
+
+@cache
+def _ways(first: int, second: int, lost: int) -> int:
+    """Orders of so many and so many in which just so many pairs have the second in front."""
+    if lost < 0:
+        return 0
+    if first == 0 or second == 0:
+        return int(lost == 0)
+    return _ways(first - 1, second, lost - second) + _ways(first, second - 1, lost)
+
+
+def clear_first(columns: Sequence[Sequence[float]]) -> int | None:
+    """Which of several is first before each of the others; None where nobody is."""
+    ahead = [
+        index
+        for index, ours in enumerate(columns)
+        if ours and all(order(ours, theirs) == "first" for other, theirs in enumerate(columns) if other != index)
+    ]
+    return ahead[0] if len(ahead) == 1 and len(columns) > 1 else None
 
 
 def _column(row: Row, field: Callable[[Arrival], float]) -> list[float]:

@@ -30,6 +30,7 @@ def collect(paths: Sequence[Path]) -> Comparison:
     return Comparison(
         title=" and ".join(dict.fromkeys(comparison.title for _, comparison in whole)) or _title(runs),
         contenders=tuple(contenders),
+        score=whole[0][1].score if whole else "loss",
         tuning=" ".join(dict.fromkeys(comparison.tuning for _, comparison in whole)),
         notes=(*notes, *_differences(runs)),
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from natgrad.compare.contenders import Entry, entries
 from natgrad.compare.history import Comparison, Contender, HistoryError, Run, read
@@ -40,13 +41,18 @@ class Plan:
     recipe: Recipe
     specs: tuple[str, ...]
     trials: int = 8
-    seeds: int = 3
+    seeds: int = 5
     target: float | None = None
 
     @cached_property
     def entries(self) -> list[Entry]:
         """The contenders."""
         return entries(self.recipe, self.specs)
+
+    @property
+    def score(self) -> Literal["error", "loss"]:
+        """What runs are judged by."""
+        return "error" if self.recipe.training.loss == "cross-entropy" else "loss"
 
     @cached_property
     def ladder(self) -> list[Rung]:
@@ -79,7 +85,7 @@ class Plan:
             label=f"{entry.name}: {words}, {rung.epochs} epoch{'' if rung.epochs == 1 else 's'}",
             folder=folder / entry.slug / "tuning" / f"epochs-{rung.epochs}" / f"{index + 1:02d}",
             recipe=_keeping_one(recipe),
-            keep_checkpoints=False,
+            tuning=True,
         )
 
     def final(self, folder: Path, entry: Entry, number: int, settings: Mapping[str, float]) -> Job:
@@ -103,15 +109,14 @@ class Plan:
         epochs, seeds = self.recipe.training.epochs, self.seeds
         finals = f"{seeds} seed{'s' if seeds > 1 else ''} of {epochs} epochs each"
         alike = "Initial weights and the order of the data are the same for all, seed by seed, and runs took turns."
-        measure = "error" if self.recipe.training.loss == "cross-entropy" else "loss"
         if not self.ladder:
             return f"Nothing was tuned: every contender ran as the recipe has it, {finals}. {alike}"
         climb = ", ".join(f"{rung.settings} for {rung.epochs}" for rung in self.ladder)
         damping = ", with K-FAC together with the damping" if any(entry.uses_kfac for entry in self.entries) else ""
         return (
-            f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by test "
-            f"{measure} in successive halving ({climb} epochs), {full_runs(self.ladder, epochs):.2g} whole trainings "
-            f"in all; then {finals}, on other seeds. {alike}"
+            f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by the "
+            f"{self.score} of test cases in successive halving ({climb} epochs), as much as "
+            f"{full_runs(self.ladder, epochs):.2g} whole trainings; then {finals}, on other seeds. {alike}"
         )
 
 
@@ -237,7 +242,7 @@ class _Comparing:
             self._run(job)
             known = outcome_of(job.folder) or Outcome(None, note=f"{CRASHED}: it left nothing that can be read")
         self._watcher.job_ended(job, known.note or "finished", known.score)
-        if not job.keep_checkpoints:
+        if job.tuning:
             shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         return known
 
@@ -250,11 +255,16 @@ class _Comparing:
 
 
 def _why_none(found: Sweep) -> str:
-    notes = [trial.note for trial in found.trials if trial.note]
+    notes = [briefly(trial.note) for trial in found.trials if trial.note]
     if not notes:
         return "its sweep is not at its end"
     alike = notes[0] if len(set(notes)) == 1 else f"{notes[0]}, and others"
     return f"no setting could be trained ({alike})"
+
+
+def briefly(reason: str) -> str:
+    """How a run ended, without what its owner could do about it."""
+    return re.split(r"[;.] |: nothing is saved", reason)[0]
 
 
 def outcome_of(folder: Path) -> Outcome | None:
@@ -287,7 +297,12 @@ def gather(folder: Path) -> Comparison:
             "said of what there is"
         )
     return Comparison(
-        title=plan.title, contenders=contenders, target=plan.target, tuning=plan.said(), notes=tuple(notes)
+        title=plan.title,
+        contenders=contenders,
+        target=plan.target,
+        score=plan.score,
+        tuning=plan.said(),
+        notes=tuple(notes),
     )
 
 

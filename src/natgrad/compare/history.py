@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from natgrad.recipes.values import parsed
 from natgrad.training import environment
@@ -252,5 +252,6 @@ class Comparison:
     title: str
     contenders: tuple[Contender, ...]
     target: float | None = None  # to reach; None: what the best without K-FAC reached
+    score: Literal["error", "loss"] = "loss"  # what the trials' scores are, of test cases
     tuning: str = ""  # the budget that each had, in a sentence
     notes: tuple[str, ...] = ()  # what a reader must know: other data, stopped early, ...

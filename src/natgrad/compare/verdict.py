@@ -59,7 +59,7 @@ def _target_in_words(measure: Measure, target: float | None, says: str) -> str:
         return "There is no target: nothing was measured."
     goal = f"Target: {measure.name} of {measure.text(target)} or less"
     how = ", as given." if says == "given" else f", which {says}, the best without K-FAC, reached with every seed."
-    return f"{goal}{how} Looked at whenever the run did: an arrival is the first time that it was there."
+    return f"{goal}{how} An arrival is the first test at which a run was there."
 
 
 def _sentence(
@@ -111,7 +111,7 @@ def _arrivals(ours: Row, theirs: Row, goal: str, whose: str, measure: Measure) -
     )
     return (
         f"to {goal}{whose}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, "
-        f"{_where(theirs)}: {ratios}{_overlap(by_updates, by_clock)}"
+        f"{_where(theirs)}: {ratios}{_overlap(by_updates, by_clock)}{_ends_better(ours, theirs, measure)}"
     )
 
 
@@ -120,7 +120,17 @@ def _overlap(by_updates: Order, by_clock: Order) -> str:
     ties = [name for name, who in (("updates", by_updates), ("time", by_clock)) if who == "tie"]
     if not ties:
         return ""
-    return f", but the two overlap in {'both' if len(ties) == 2 else ties[0]}"
+    return f", but the seeds overlap too much in {'both' if len(ties) == 2 else ties[0]} to tell"
+
+
+def _ends_better(ours: Row, theirs: Row, measure: Measure) -> str:
+    """Where one gets that the other never does: the target is not all."""
+    if ours.best is None or theirs.best is None or min(len(ours.bests), len(theirs.bests)) == 1:
+        return ""
+    if order(ours.bests, theirs.bests) in ("first", "second"):
+        mine, its = measure.text(ours.best.mean), measure.text(theirs.best.mean)
+        return f"; at its best, {ours.name} comes to {mine} and {theirs.name} to {its}"
+    return ""
 
 
 def _where(row: Row) -> str:

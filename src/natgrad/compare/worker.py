@@ -54,7 +54,7 @@ class Job:
     label: str
     folder: Path
     recipe: Recipe
-    keep_checkpoints: bool = True
+    tuning: bool = False
 
 
 Tell = Callable[[str, Any], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
@@ -32,6 +33,7 @@ def write(path: Path, comparison: Comparison, verdict: Verdict) -> None:
 def render(comparison: Comparison, verdict: Verdict) -> str:
     """The whole page."""
     library = _library()
+    comparison = _with_percent(comparison)
     curves = figures.curves(comparison, verdict)
     step_time = figures.step_time(comparison)
     sweep = sweeps.sweep(comparison)
@@ -63,6 +65,21 @@ def render(comparison: Comparison, verdict: Verdict) -> str:
         figures=markup.embedded({one.name: _for_script(one) for one in drawn}),
         library=library,
     )
+
+
+def _with_percent(comparison: Comparison) -> Comparison:
+    """Errors of the sweep are shown as those of the curves are."""
+    if comparison.score != "error":
+        return comparison
+    contenders = [
+        replace(one, trials=tuple(replace(trial, rungs=_times_100(trial.rungs)) for trial in one.trials))
+        for one in comparison.contenders
+    ]
+    return replace(comparison, contenders=tuple(contenders))
+
+
+def _times_100(rungs: tuple[tuple[int, float | None], ...]) -> tuple[tuple[int, float | None], ...]:
+    return tuple((epochs, None if score is None else 100 * score) for epochs, score in rungs)
 
 
 def _curves(comparison: Comparison, curves: Figure | None) -> list[str]:

@@ -159,5 +159,6 @@ def to_six(value: float) -> float:
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
-    """Plain numbers; powers only where those would be long."""
-    return {"type": "log", "range": [to_six(low), to_six(high)], "tickformat": "~g" if low > -5 and high < 6 else "~e"}
+    """Plain numbers; powers of ten only where those would be long."""
+    plain = {"tickformat": "~g"} if low > -5 and high < 6 else {}
+    return {"type": "log", "range": [to_six(low), to_six(high)], **plain}

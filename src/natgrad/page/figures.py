@@ -56,7 +56,7 @@ def curves(comparison: Comparison, verdict: Verdict) -> Figure | None:
     panel = 0
     for what in measured:
         first = axis_name("y", panel + 1)
-        ranges: list[float] = []
+        ranges: dict[str, list[float]] = {"train": [], "test": []}
         starts: list[float] = []
         drawn: list[dict[str, Any]] = []
         for clock in clocks:
@@ -68,7 +68,7 @@ def curves(comparison: Comparison, verdict: Verdict) -> Figure | None:
                 families.append(family)
                 for of, one in family.items():
                     drawn += [{**trace, **anchors} for trace in family_traces(one, of, look)]
-                    ranges += one.values()
+                    ranges[of] += one.values()
                     starts += one.starts()
             drawn += [{**trace, **anchors} for trace in _answers(families, styles, what)]
             title = f"{unit} of training" if clock else "updates"
@@ -77,7 +77,9 @@ def curves(comparison: Comparison, verdict: Verdict) -> Figure | None:
             layout[axis_key("y", panel)] = axis_style("", anchor=anchors["xaxis"], **same)
             name_panel(layout, panel, "Error (%)" if what == "error" else "Loss")
         target = _target(verdict, what)
-        vertical = _vertical([*ranges, *([] if target is None else [target])], starts)
+        values = [*ranges["train"], *ranges["test"], *([] if target is None else [target])]
+        # Training errors end at nothing at all, and errors in training say less than those in tests.
+        vertical = _vertical(values, starts, floor=_half_of_least(ranges["test"]) if what == "error" else 0.0)
         for index in range(panel - len(clocks) + 1, panel + 1):
             layout[axis_key("y", index)].update(vertical)
             if target is not None:
@@ -200,8 +202,13 @@ def _mark_target(layout: dict[str, Any], panel: int, target: float, verdict: Ver
     )  # fmt: skip
 
 
-def _vertical(values: Sequence[float], starts: Sequence[float]) -> dict[str, Any]:
-    """Scale and range of a y axis. Logarithmic where the values span a decade, and only zeros are not positive.
+def _half_of_least(values: Sequence[float]) -> float:
+    return min((value for value in values if value > 0), default=0.0) / 2
+
+
+def _vertical(values: Sequence[float], starts: Sequence[float], *, floor: float = 0.0) -> dict[str, Any]:
+    """Scale and range of a y axis. Logarithmic where the values span a decade, and only zeros are not positive; what is
+    below `floor` is left out of the picture then.
 
     A run that explodes is cut off at some distance over where all began: the others would be flat lines else.
     """
@@ -211,7 +218,7 @@ def _vertical(values: Sequence[float], starts: Sequence[float]) -> dict[str, Any
     if lowest < 0:
         return {}
     top = min(highest, 3 * max(starts)) if starts and max(starts) > 0 else highest
-    positive = [value for value in values if 0 < value <= top]
+    positive = [value for value in values if 0 < value <= top and value >= floor]
     if positive and max(positive) > 10 * min(positive):
         low, high = math.log10(min(positive)), math.log10(max(positive))
         room = 0.04 * (high - low)

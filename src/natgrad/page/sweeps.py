@@ -58,9 +58,10 @@ def sweep(comparison: Comparison) -> Figure | None:
     narrow: dict[str, Any] = {}
     place_narrow(narrow, panel_grid(len(tuned), 1, height=narrow_height))
     count = sum(len(contender.trials) for contender, _ in tuned)
+    measured = "test error in percent" if comparison.score == "error" else "test loss"
     caption = (
-        "Up: the score, lower is better. Every mark is one setting. Small open marks: early rungs; filled: the last "
-        "rung that the setting reached; ring: chosen; cross at the top: diverged or crashed."
+        f"Up: the {measured}, lower is better. Every mark is one setting. Small open marks: early rungs; filled: the "
+        "last rung that the setting reached; ring: chosen; cross at the top: diverged or crashed."
     )
     if any("damping" in trial.settings for contender, _ in tuned for trial in contender.trials):
         caption += " Larger marks have more damping."

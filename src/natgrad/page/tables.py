@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from natgrad.compare.arrivals import Measure, Row, Spread
+from natgrad.compare.arrivals import Measure, Row, Spread, clear_first, seconds_to, steps_to
 from natgrad.compare.history import UNFINISHED, Comparison, Contender, Run
 from natgrad.compare.verdict import Verdict
 from natgrad.page.words import THIN, counted, grouped, number, percent, setting
@@ -43,16 +44,13 @@ def times(verdict: Verdict) -> Table:
         [_spread(row.best, lambda value: _best(value, verdict.measure)) for row in rows],
         [_spread(row.step_seconds, lambda value: number(1000 * value)) for row in rows],
     )
-    values = (
-        ([row.updates for row in rows], "fewest"),
-        ([row.seconds for row in rows], "fastest"),
-        ([row.best for row in rows], "lowest"),
-        ([row.step_seconds for row in rows], "shortest"),
+    values: tuple[tuple[Sequence[Sequence[float]], str], ...] = (
+        ([steps_to(row) for row in rows], "fewest"),
+        ([seconds_to(row) for row in rows], "fastest"),
+        ([row.bests for row in rows], "lowest"),
+        ([row.step_times for row in rows], "shortest"),
     )
-    marked = [
-        _marked(cells, [None if one is None else one.mean for one in spreads], word)
-        for cells, (spreads, word) in zip(columns, values, strict=True)
-    ]
+    marked = [_marked(cells, each, word) for cells, (each, word) in zip(columns, values, strict=True)]
     lines = [
         (Cell(text=row.name, more=row.note), Cell(text=_arrived(row)), *cells)
         for row, *cells in zip(rows, *marked, strict=True)
@@ -84,15 +82,10 @@ def _spread(spread: Spread | None, text: Any) -> Cell:
     return Cell(text=text(spread.mean), more=f"{low} to {high}" if low != high else "")
 
 
-def _marked(cells: Sequence[Cell], values: Sequence[float | None], word: str) -> list[Cell]:
-    """The smallest gets the word; nobody does where there is nothing to compare."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2 or min(known) == max(known):
-        return list(cells)
-    return [
-        Cell(text=cell.text, more=cell.more, mark=word if value == min(known) else "")
-        for cell, value in zip(cells, values, strict=True)
-    ]
+def _marked(cells: Sequence[Cell], values: Sequence[Sequence[float]], word: str) -> list[Cell]:
+    """The first of all gets the word; where seeds overlap too much to tell, nobody does."""
+    first = clear_first(values)
+    return [dataclasses.replace(cell, mark=word if index == first else "") for index, cell in enumerate(cells)]
 
 
 def trials(contender: Contender) -> Table:
