@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -243,6 +244,26 @@ def test_an_interrupt_saves_the_run_under_way_and_the_comparison_goes_on_from_th
     assert len(gather(folder).notes) == 1
     compare(load_plan(folder), folder, worker, Heard())
     assert curves(folder) == curves(whole[0])
+
+
+def test_an_interrupt_at_any_moment_is_not_forgotten(tmp_path):
+    """Also while the process starts, loads or warms up, when no run listens yet."""
+    asked = plan("sgd", seeds=2)
+    for number, delay in enumerate((0.0, 1.5, 3.0)):
+        folder = tmp_path / str(number)
+        begin(asked, folder)
+        signals = []
+        with Worker("cpu") as one:
+            timer = threading.Timer(delay, one.interrupt, [signal.SIGINT])
+            timer.start()
+            try:
+                compare(asked, folder, one, Watcher())
+            except StoppedError as stopped:
+                signals.append(str(stopped))
+            timer.cancel()
+        runs = gather(folder).contenders[0].runs
+        assert signals == ["SIGINT"] or len([run for run in runs if run.finished]) == 2  # it may come too late
+        assert not [run for run in runs if run.reason.startswith("crashed")]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")

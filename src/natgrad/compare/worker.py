@@ -40,7 +40,7 @@ class WorkerError(Exception):
 
 
 class StoppedError(Exception):
-    """Somebody asked to stop; everything is saved."""
+    """Somebody asked to stop, with the signal of this name; everything is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Worker:
         self._device = device
         self._process: Any = None
         self._connection: Connection | None = None
-        self._stopping = False
+        self._asked = ""  # the signal that somebody wants to stop everything with
 
     def __enter__(self) -> Worker:
         return self
@@ -80,25 +80,28 @@ class Worker:
         self.close()
 
     def run(self, job: Job, tell: Tell) -> str:
-        """Runs a job and returns the reason of its end; raises where none can run, or where it was interrupted."""
+        """Runs a job and returns the reason of its end; raises where none can run, or where somebody asked to stop."""
+        if self._asked:
+            raise StoppedError(self._asked)
         connection = self._started()
         try:
             connection.send(job)
             while True:
                 kind, value = connection.recv()
                 if kind == "ended":
-                    return self._ended(job, str(value))
+                    return self._ended(str(value))
                 if kind == "impossible":
                     raise WorkerError(value)
                 tell(kind, value)
         except (EOFError, OSError):
             reason = self._lost()
-            record_end(job.folder, reason)
-            return self._ended(job, reason)
+            if not self._asked:
+                record_end(job.folder, reason)
+            return self._ended(reason)
 
-    def _ended(self, job: Job, reason: str) -> str:
-        if reason in signal.Signals.__members__ or (self._stopping and reason.startswith(CRASHED)):
-            raise StoppedError(reason)
+    def _ended(self, reason: str) -> str:
+        if reason in signal.Signals.__members__ or (self._asked and reason.startswith(CRASHED)):
+            raise StoppedError(self._asked or reason)
         if reason.startswith(CRASHED):
             self.close()  # a GPU may be of no use to this process any more
         return reason
@@ -116,7 +119,7 @@ class Worker:
 
     def interrupt(self, number: int) -> None:
         """Passes a signal on; the run under way saves and ends."""
-        self._stopping = True
+        self._asked = signal.Signals(number).name
         if self._process is not None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -158,25 +161,29 @@ def serve(connection: Connection, device: str | None) -> None:
     """The process: runs what comes until nobody sends any more."""
     if hasattr(os, "setsid"):
         os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs; in runs natgrad.training.stop listens
+    asked: list[str] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # before a run; in runs natgrad.training.stop listens
+        signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
     _end_with_parent()
     warmed: set[str] = set()
     try:
         with ranks.started(device) as these:
             while True:
                 job = connection.recv()
-                connection.send(_result(job, these, warmed, connection))
+                connection.send(_result(job, these, warmed, asked, connection))
     except (DeviceError, DataError) as error:
         connection.send(("impossible", str(error)))
     except (EOFError, OSError):
         return
 
 
-def _result(job: Job, these: Ranks, warmed: set[str], connection: Connection) -> tuple[str, str]:
+def _result(job: Job, these: Ranks, warmed: set[str], asked: list[str], connection: Connection) -> tuple[str, str]:
     try:
         if job.kind not in warmed:
             warm_up(job.recipe, these)
             warmed.add(job.kind)
+        if asked:
+            return ("ended", asked[-1])
         resume = (job.folder / RECIPE).exists()
         if not resume and job.folder.exists():  # only the note of an earlier crash
             (job.folder / METRICS).unlink(missing_ok=True)
