@@ -122,7 +122,7 @@ def test_ctrl_c_stops_with_a_page_and_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "natgrad", "compare", "digits", *TINY, "--out", "out", "--optimizers", "sgd,kfac"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 90
-    while not list(Path(tmp_path).glob("out/sgd/seed-*/metrics.jsonl")):
+    while not list(Path(tmp_path).glob("out/sgd/*-seed-*/metrics.jsonl")):
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -30,4 +31,13 @@ class Kills(torch.optim.SGD):
         self.taken += 1
         if self.taken > 4:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+
+class Hangs(torch.optim.SGD):
+    """Never comes back, and does not look at signals."""
+
+    def step(self, closure=None):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        time.sleep(1000)
         return super().step(closure)

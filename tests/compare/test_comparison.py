@@ -26,8 +26,9 @@ from natgrad.compare.comparison import (
     outcome_of,
     save_plan,
 )
+from natgrad.compare.tuning import design
 from natgrad.compare.verdict import judge
-from natgrad.compare.worker import Job, StoppedError, Worker, WorkerError
+from natgrad.compare.worker import Job, StoppedError, Worker, WorkerError, record_end
 from natgrad.training.metrics_file import read
 
 SHORT = ["training.epochs=2", "training.batch=300", "training.log_every=1", "training.test_batch=297"]
@@ -86,7 +87,7 @@ def test_every_contender_has_its_sweep_and_then_all_take_turns(whole):
     folder, heard = whole
     labels = [label for label, _ in heard.ended]
     assert all(reason == "finished" for _, reason in heard.ended)
-    assert labels[:3] == ["SGD: lr 0.3, 1 epoch", "SGD: lr 0.033, 1 epoch", "SGD: lr 1.2, 1 epoch"]
+    assert labels[:3] == ["SGD: lr 0.05, 1 epoch", "SGD: lr 0.0035, 1 epoch", "SGD: lr 0.26, 1 epoch"]
     assert labels[-4:] == ["SGD: seed 1", "K-FAC: seed 1", "SGD: seed 2", "K-FAC: seed 2"]
     comparison = gather(folder)
     assert [len(one.trials) for one in comparison.contenders] == [3, 3]
@@ -122,7 +123,7 @@ def test_kfac_tells_of_its_layers_and_coverage_and_trials_leave_no_checkpoints(w
     assert next(iter(run.coverage))["parameter"] == "0.weight"
     assert run.readings[0].predicted_kl is not None
     assert set(run.parts) == {"data", "model", "statistics", "solve", "precondition"}
-    assert list(whole[0].glob("*/seed-*/checkpoints/*.pt"))
+    assert list(whole[0].glob("*/*-seed-*/checkpoints/*.pt"))
     assert not list(whole[0].glob("*/tuning/*/*/checkpoints"))
 
 
@@ -146,6 +147,75 @@ def test_a_comparison_goes_on_with_more_seeds_and_contenders(whole, worker, tmp_
     assert {name: after[name] for name in curves(whole[0])} == curves(whole[0])
 
 
+def test_a_sweep_that_chooses_anew_is_followed_by_new_runs_of_what_it_chose(whole, worker, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(whole[0], folder)
+    before = gather(folder).contenders[0].settings
+    # The winner's trial is lost to a crash, as it were, and another setting wins.
+    for trial in gather(folder).contenders[0].trials:
+        if trial.chosen:
+            index = design({"lr": 0.05}, 3).index(trial.settings) + 1
+            record_end(folder / "sgd" / "tuning" / "epochs-1" / f"{index:02d}", "diverged: as it were")
+    compare(load_plan(folder), folder, worker, Heard())
+    after = gather(folder).contenders[0]
+    assert after.settings != before
+    assert all(run.settings["optimizer"]["lr"] == pytest.approx(after.settings["lr"]) for run in after.runs)
+
+
+def test_two_comparisons_do_not_work_in_one_folder(whole, worker):
+    import fcntl
+
+    descriptor = os.open(whole[0], os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ComparisonError, match="another process is at work"):
+            compare(load_plan(whole[0]), whole[0], worker, Watcher())
+    finally:
+        os.close(descriptor)
+
+
+def test_a_sweep_that_is_not_at_its_end_is_not_called_a_failed_one(whole, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(whole[0], folder)
+    shutil.rmtree(folder / "sgd" / "tuning" / "epochs-1" / "03")
+    record_end(folder / "sgd" / "tuning" / "epochs-1" / "01", "diverged: as it were")
+    assert gather(folder).contenders[0].note == "its sweep is not at its end"
+
+
+def test_a_run_whose_folder_is_taken_ends_itself_only(whole, worker, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(whole[0], folder)
+    taken = next(folder.glob("sgd/*-seed-1"))
+    shutil.rmtree(taken)
+    taken.mkdir()
+    (taken / "precious").touch()
+    heard = Heard()
+    compare(load_plan(folder), folder, worker, heard)
+    assert "holds something else" in dict(heard.ended)["SGD: seed 1"]
+    assert dict(heard.ended)["K-FAC: seed 2"] == "finished"
+
+
+def test_contenders_that_differ_in_more_than_their_optimizer_are_compared_with_a_note(tmp_path, worker):
+    asked = plan("sgd", "sgd+training.batch=500", seeds=1)
+    begin(asked, tmp_path / "comparison")
+    compare(asked, tmp_path / "comparison", worker, Heard())
+    assert "these runs are not alike: their batch differs (300, 500)" in gather(tmp_path / "comparison").notes
+
+
+def test_a_process_that_hangs_is_ended_by_the_second_signal(tmp_path):
+    asked = plan("compare.misbehaving:Hangs", seeds=1)
+    begin(asked, tmp_path / "comparison")
+    with Worker("cpu") as one:
+
+        class Impatient(Heard):
+            def job_begun(self, job):
+                for delay in (6.0, 7.0):
+                    threading.Timer(delay, one.interrupt, [signal.SIGINT]).start()
+
+        with pytest.raises(StoppedError, match="SIGINT"):
+            compare(asked, tmp_path / "comparison", one, Impatient())
+
+
 def test_one_that_raises_and_one_that_is_killed_end_no_other_and_say_why(tmp_path, worker, monkeypatch):
     mended = tmp_path / "mended"
     monkeypatch.setenv("NATGRAD_TEST_MENDED", str(mended))
@@ -159,7 +229,7 @@ def test_one_that_raises_and_one_that_is_killed_end_no_other_and_say_why(tmp_pat
     assert reasons["Raises: seed 1"] == "crashed: RuntimeError: the fifth step is too much"
     assert reasons["Kills: seed 1"] == "crashed: the process ended by SIGKILL, perhaps for want of memory"
     assert reasons["SGD: seed 1"] == "finished"
-    end = read(folder / "compare.misbehaving-Raises" / "seed-1" / "metrics.jsonl")[-1]
+    end = read(folder / "compare.misbehaving-Raises" / "lr-0.001-seed-1" / "metrics.jsonl")[-1]
     assert "the fifth step is too much" in end["traceback"]
 
     comparison = gather(folder)
@@ -195,7 +265,7 @@ def test_settings_that_diverge_lose_and_contenders_that_only_diverge_are_left_ou
 
 
 def test_a_contender_that_cannot_be_built_is_refused_once_and_the_others_run(tmp_path, worker):
-    # Betas are looked at when the optimizer meets the real model: the check on a tiny one takes any.
+    # That a model has too few outputs is seen when it meets the data.
     asked = plan("sgd+model.name=compare.test_comparison:two_outputs", "sgd", trials=2, seeds=1)
     folder = tmp_path / "comparison"
     begin(asked, folder)
@@ -240,7 +310,7 @@ def test_an_interrupt_saves_the_run_under_way_and_the_comparison_goes_on_from_th
 
     with Worker("cpu") as one, pytest.raises(StoppedError, match="SIGTERM"):
         compare(asked, folder, one, Interrupts())
-    assert outcome_of(folder / "kfac" / "seed-1") is None
+    assert all(outcome_of(one) is None for one in folder.glob("kfac/*-seed-1"))
     assert len(gather(folder).notes) == 1
     compare(load_plan(folder), folder, worker, Heard())
     assert curves(folder) == curves(whole[0])

@@ -55,14 +55,14 @@ def test_kfac_in_front_of_adamw_bounds_the_step_that_is_really_taken():
 def test_a_recipe_of_another_optimizer_keeps_its_schedule():
     sgd = one("sgd", GPT).recipe.optimizer
     assert sgd.lr["schedule"] == GPT.optimizer.lr["schedule"]
-    assert sgd.lr["value"] == pytest.approx(0.1)
+    assert sgd.lr["value"] == pytest.approx(0.05)
     assert one("kfac", GPT).recipe == GPT
     assert one("kfac", GPT).name == "K-FAC + AdamW"
 
 
 def test_muon_takes_the_matrices_inside_a_transformer_and_is_refused_where_there_are_none():
     assert one("muon", GPT).name == "Muon"
-    with pytest.raises(RecipeError, match="Muon is for the matrices between .* digits_convnet has none"):
+    with pytest.raises(RecipeError, match="Muon is for the matrices .* and digits_convnet has none"):
         one("muon")
 
 
@@ -90,6 +90,8 @@ def test_any_field_can_be_changed_for_one_contender():
         (["torch.optim:SDG"], "cannot be imported"),
         (["kfac+kfac.dampin=1"], "kfac.dampin=1: .*did you mean 'damping'"),
         (["kfac+nonsense"], "not an override|no field"),
+        (["kfac+training.epochs=3"], "training.epochs is the same for all"),
+        (["kfac+data.flip=true"], "data.flip is the same for all"),
         (["sgd", "sgd"], "are the same"),
         (["kfac", "kfac-sgd"], "are the same"),
         ([], "nothing to compare"),
@@ -117,7 +119,16 @@ def test_the_centre_is_the_recipes_and_settings_keep_the_shape_of_schedules():
 def test_damping_that_adapts_is_not_swept_and_plain_optimizers_have_none():
     assert one("kfac+kfac.damping=adaptive").centre() == {"lr": 0.3}
     assert one("kfac").centre() == {"lr": 0.3, "damping": 1e-3}
-    assert one("sgd").centre() == {"lr": 0.3}
+    assert one("sgd").centre() == {"lr": 0.05}
+
+
+def test_plain_optimizers_are_searched_around_rates_that_were_not_chosen_for_kfac():
+    convnet = recipes.load("cifar10-convnet")
+    assert one("sgd", convnet).centre() == {"lr": pytest.approx(0.05)}
+    assert one("sgd", convnet).recipe.optimizer.options == convnet.optimizer.options
+    assert one("adamw", GPT).centre() == {"lr": pytest.approx(1e-3)}
+    plain = recipes.load("digits", ["kfac.enabled=false", "optimizer.lr=0.7"])
+    assert one("sgd", plain).centre() == {"lr": 0.7}
 
 
 # Muon
@@ -139,8 +150,8 @@ def test_muon_takes_inner_matrices_and_adamw_the_rest_with_one_learning_rate():
     assert [tuple(one.shape) for one in others] == [(5, 4), (6,), (3, 6), (3,)]
     ours = Muon(model, lr=0.1)
     twin = models()
-    muon = torch.optim.Muon([twin[2].weight], lr=0.05, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(split(twin)[1], lr=0.05, weight_decay=0.1)
+    muon = torch.optim.Muon([twin[2].weight], lr=0.05, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(split(twin)[1], lr=0.05, weight_decay=0.01)
     for group in ours.param_groups:
         group["lr"] = 0.05
     x, y = torch.randint(5, (7, 2)), torch.randint(3, (7,))
@@ -178,3 +189,22 @@ def test_muon_goes_on_from_its_state_bit_for_bit():
     step(other, resumed)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_muon_leaves_tables_and_bare_matrices_alone_and_takes_those_of_attention():
+    from natgrad.recipes.muon import split
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = torch.nn.Parameter(torch.zeros(3, 4))
+            self.tokens = torch.nn.Embedding(5, 4)
+            self.attention = torch.nn.MultiheadAttention(4, 2)
+            self.head = torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.tokens.weight
+
+    model = Model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices, others = split(model)
+    assert {names[id(one)] for one in matrices} == {"attention.in_proj_weight", "attention.out_proj.weight"}
+    assert len(matrices) + len(others) == len(list(model.parameters()))

@@ -8,7 +8,9 @@ import torch
 
 from compare.made import comparison, contender, kfac, run, sgd
 from natgrad.compare.arrivals import (
+    CHANCE,
     Measure,
+    Target,
     arrival,
     best_of,
     clear_first,
@@ -50,20 +52,32 @@ def test_values_that_are_no_numbers_neither_arrive_nor_are_the_best():
 
 def test_the_target_is_what_the_best_without_kfac_reaches_with_every_seed():
     good, bad = sgd([0.5, 0.2], [0.5, 0.3]), contender("AdamW", run([0.4]), run([0.4]))
-    assert natural_target([good, bad, kfac([0.01], [0.01])], ERROR) == (0.3, "SGD")
+    assert natural_target([good, bad, kfac([0.01], [0.01])], ERROR) == Target(0.3, "SGD", "with every seed")
 
 
 def test_runs_that_were_stopped_early_do_not_set_the_target_where_others_came_to_their_end():
     one = contender("SGD", run([0.5, 0.2]), run([0.9], reason="SIGTERM", seed=2))
-    assert natural_target([one], ERROR) == (0.2, "SGD")
+    assert natural_target([one], ERROR) == Target(0.2, "SGD", "with 1 of its 2 seeds")
     only_stopped = contender("SGD", run([0.9], reason="SIGTERM"))
-    assert natural_target([only_stopped], ERROR) == (0.9, "SGD")
+    assert natural_target([only_stopped], ERROR) == Target(0.9, "SGD", "so far")
+
+
+def test_contenders_whose_seeds_all_came_to_their_end_set_the_target_before_luckier_ones():
+    lucky = contender("AdamW", run([0.01]), run([], reason="diverged: no"), run([], reason="crashed: no"))
+    assert natural_target([lucky, sgd([0.3], [0.3])], ERROR) == Target(0.3, "SGD", "with every seed")
+    assert natural_target([lucky], ERROR) == Target(0.01, "AdamW", "with 1 of its 3 seeds")
+
+
+def test_what_diverged_or_crashed_sets_no_target():
+    broken = contender("SGD", run([0.9], reason="diverged: no"), run([0.9], reason="crashed: no"))
+    assert natural_target([broken], ERROR) == Target(None)
+    assert judge(comparison(broken, kfac([0.1], reason="crashed: no"))).sentence.startswith("No verdict")
 
 
 def test_without_a_rival_kfac_sets_the_target_itself_and_without_numbers_there_is_none():
-    assert natural_target([kfac([0.3, 0.2])], ERROR) == (0.2, "K-FAC")
-    assert natural_target([sgd([None])], ERROR) == (None, "")
-    assert natural_target([], ERROR) == (None, "")
+    assert natural_target([kfac([0.3, 0.2])], ERROR) == Target(0.2, "K-FAC", "with every seed")
+    assert natural_target([sgd([None])], ERROR) == Target(None)
+    assert natural_target([], ERROR) == Target(None)
 
 
 def test_a_row_has_means_and_ranges_over_seeds():
@@ -138,7 +152,9 @@ def test_the_ranks_are_judged_as_scipy_does():
 
 
 def test_first_of_several_is_who_is_first_before_each():
-    assert clear_first([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == 0
+    assert clear_first([[1, 2, 3], [4, 5, 6]]) == 0
+    assert clear_first([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) is None  # the best of three is that by chance more often
+    assert clear_first([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [6, 7, 8, 9, 10]]) == 0
     assert clear_first([[1, 2, 4], [3, 5, 6], [7, 8, 9]]) is None
     assert clear_first([[1, 2, 3]]) is None
     assert clear_first([[], [1, 2, 3]]) == 1
@@ -217,7 +233,8 @@ def test_kfac_that_saves_updates_and_costs_time_does_not_pay_by_the_clock_and_he
     assert verdict.sentence.startswith("K-FAC saves updates here, but it does not pay by the clock: ")
     assert "2.0 times fewer updates and 2.5 times as much time." in verdict.sentence
     assert verdict.advice == (
-        "By the clock K-FAC would be first if its step took less than 20 ms: it takes 50 ms now, and SGD's 10 ms.",
+        "By the clock K-FAC would be first if its updates up to there took less than 20 ms each: they take 50 ms, and "
+        "SGD's 10 ms.",
     )
 
 
@@ -297,6 +314,69 @@ def test_a_kfac_run_that_stopped_early_after_arriving_still_arrived():
     assert verdict.rows[1].note == "2 of 2 SIGTERM"
 
 
+def test_a_run_that_was_stopped_on_its_way_is_not_one_that_never_arrives():
+    ours = contender(
+        "K-FAC", run([0.1], uses_kfac=True), run([], reason="SIGINT"), run([0.9], reason="unfinished"), uses_kfac=True
+    )
+    verdict = judge(comparison(sgd([0.9, 0.9, 0.1], [0.9, 0.9, 0.1]), ours))
+    assert verdict.sentence.startswith("K-FAC pays here")
+    assert len(verdict.rows[1].arrivals) == 1
+    assert verdict.rows[1].note == "1 of 3 SIGINT, 1 of 3 unfinished"
+    broken = contender(
+        "K-FAC", run([0.1]), run([], reason="crashed: no"), run([], reason="diverged: no"), uses_kfac=True
+    )
+    assert "with only 1 of 3 seeds" in judge(comparison(sgd([0.1], [0.1], [0.1]), broken)).sentence
+
+
+def test_a_target_that_some_seeds_set_is_said_to_be_theirs():
+    verdict = judge(comparison(contender("SGD", run([0.1]), run([], reason="diverged: no")), kfac([0.1], [0.1])))
+    assert "reached with 1 of its 2 seeds" in verdict.target_says
+    assert "every seed" not in verdict.target_says
+
+
+def test_the_best_of_many_variants_must_be_surer_than_the_only_one():
+    slow = sgd(*[[0.9, 0.9, 0.1]] * 3)
+    variants = [contender(f"K-FAC {number}", *kfac(*[[0.1]] * 3).runs, uses_kfac=True) for number in range(4)]
+    assert judge(comparison(slow, variants[0])).sentence.startswith("K-FAC 0 pays here")
+    assert "too close to tell apart" in judge(comparison(slow, *variants)).sentence
+    enough = [contender(one.name, *kfac(*[[0.1]] * 5).runs, uses_kfac=True) for one in variants]
+    assert judge(comparison(sgd(*[[0.9, 0.9, 0.1]] * 5), *enough)).sentence.startswith("K-FAC 0 pays here")
+
+
+def test_chance_decides_no_more_often_than_it_may_whatever_the_number_of_variants():
+    random = torch.Generator().manual_seed(0)
+    pays = 0
+    for _ in range(400):
+        times = torch.rand(5, 5, generator=random).tolist()
+        chances = (CHANCE / 4, CHANCE)
+        best = min(times[1:], key=sum)
+        pays += order(best, times[0], chances=chances) == "first"
+    assert pays / 400 <= 0.06
+
+
+def test_where_nobody_is_clearly_first_nobody_is_said_to_be():
+    both = comparison(contender("a", run([0.9, 0.1]), run([0.1])), contender("b", run([0.1]), run([0.9, 0.1])))
+    assert judge(both).sentence.endswith("nobody is clearly the first at 10 % test error.")
+
+
+def test_how_often_was_looked_is_said_with_the_target():
+    assert "there was one every 10 updates" in judge(comparison(sgd([0.1]), kfac([0.1]))).target_says
+
+
+def test_many_seeds_are_judged_in_no_time():
+    assert order(list(range(80)), list(range(40, 120))) == "first"
+    assert order(list(range(80)), list(range(5, 85))) == "tie"
+
+
+def test_the_limit_that_is_told_is_below_what_is_and_equal_updates_are_not_called_later():
+    # The first updates of K-FAC cost more than the later ones.
+    dear = dataclasses.replace(run([0.1, 0.1], uses_kfac=True, seconds_a_step=0.5), steps=1000, seconds=12.0)
+    verdict = judge(comparison(sgd([0.9, 0.1], seconds_a_step=0.1), contender("K-FAC", dear, uses_kfac=True)))
+    assert "took less than 200 ms each: they take 500 ms" in verdict.advice[0]
+    same = judge(comparison(sgd([0.1], [0.1]), kfac([0.1], [0.1], seconds_a_step=0.02)))
+    assert not [line for line in same.advice if "later" in line]
+
+
 def test_the_best_of_several_variants_is_the_one_spoken_of():
     reduced = contender("K-FAC, reduce", *kfac([0.1], [0.1], seconds_a_step=0.001).runs, uses_kfac=True)
     verdict = judge(comparison(sgd([0.9, 0.1], [0.9, 0.1]), kfac([0.1], [0.1]), reduced))
@@ -305,10 +385,10 @@ def test_the_best_of_several_variants_is_the_one_spoken_of():
 
 def test_without_kfac_or_without_a_rival_there_is_a_ranking_instead():
     assert judge(comparison(sgd([0.1]))).sentence == (
-        "No verdict on K-FAC, with no run with K-FAC: SGD is the first at 10 % test error, after 10 updates and 100 ms."
+        "No verdict on K-FAC, with no run with K-FAC: SGD reaches 10 % test error after 10 updates and 100 ms."
     )
     assert "only runs with K-FAC" in judge(comparison(kfac([0.1]))).sentence
-    assert "nobody reached" in judge(comparison(sgd([0.2]), target=0.1)).sentence
+    assert "nobody reached 10 % test error" in judge(comparison(sgd([0.2]), target=0.1)).sentence
 
 
 def test_nothing_measured_is_no_verdict():
@@ -333,13 +413,15 @@ def test_the_largest_part_of_kfacs_step_comes_with_what_makes_it_cheaper():
         return judge(comparison(sgd([0.9, 0.1], [0.9, 0.1]), ours)).advice
 
     assert advice({"model": 0.4, "statistics": 0.6}) == (
-        "Statistics take 60 % of K-FAC's step: try kfac-reduce, or kfac.factor_update_steps=20 (now 10).",
+        "Statistics take 60 % of K-FAC's step: try kfac-reduce among the --optimizers, or kfac.factor_update_steps=20 "
+        "(now 10).",
     )
     assert advice({"model": 0.4, "statistics": 0.6}, sharing="reduce", factor_update_steps=5) == (
         "Statistics take 60 % of K-FAC's step: try kfac.factor_update_steps=10 (now 5).",
     )
     assert advice({"model": 0.4, "solve": 0.5, "statistics": 0.1}, inv_update_epochs=0.5) == (
-        "Decompositions take 50 % of K-FAC's step: try kfac-inverse, or kfac.inv_update_epochs=1 (now 0.5).",
+        "Decompositions take 50 % of K-FAC's step: try kfac-inverse among the --optimizers, or "
+        "kfac.inv_update_epochs=1 (now 0.5).",
     )
     assert advice({"model": 0.4, "precondition": 0.6}, solver="inverse") == (
         "Preconditioning takes 60 % of K-FAC's step: try a larger training.batch, for which it costs no more.",

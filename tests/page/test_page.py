@@ -18,6 +18,7 @@ from natgrad.compare.arrivals import Arrival, Measure, Row, Spread
 from natgrad.compare.history import Comparison, Contender, Layer, Point, Reading, Run, Trial
 from natgrad.compare.verdict import Verdict, judge
 from natgrad.page import drawing, families, figures, inside, markup, series, sweeps, tables, words
+from natgrad.page.public import few, without_paths
 from page import made_up
 
 pytest.importorskip("plotly", reason="the page needs plotly")
@@ -390,8 +391,61 @@ def test_ends_of_runs_are_in_words(reason, said):
     assert tables.ending(run(reason=reason)) == said
 
 
-def test_warnings_are_said_once_with_their_number():
-    assert tables.warned(("a  b", "c", "a b")) == "a b (×2); c"
+def test_warnings_are_few_and_those_that_differ_in_numbers_are_one():
+    nan = [f"the training loss is nan at step {step}" for step in range(20_000)]
+    assert few(["c", *nan]) == ("c", "the training loss is nan at step 0 (and 19999 like it)")
+    assert few(["a  b", "b", "c", "d", "e"]) == ("a b", "b", "c", "and 2 other warnings")
+    assert few([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the last is /home/alice/runs/x/step-3.pt. Try", "the last is …/step-3.pt. Try"),
+        ("No such file: '/home/alice/secret/token.txt'", "No such file: '…/token.txt'"),
+        (r"skipped C:\Users\alice\cat.jpg", "skipped …/cat.jpg"),
+        ("~/private/cat.jpg cannot be read", "…/cat.jpg cannot be read"),
+        ("12 of 30 steps/s, 3/4 done", "12 of 30 steps/s, 3/4 done"),
+        ("kfac-reduce, 5 % / 3", "kfac-reduce, 5 % / 3"),
+    ],
+)
+def test_places_on_disk_are_not_for_everybody(text, shown):
+    assert without_paths(text) == shown
+
+
+def test_a_page_does_not_tell_where_somebody_keeps_things():
+    made = made_up.comparison()
+    secret = "/home/alice/secret-client"
+    told = f"crashed: no file {secret}/data/x.bin, see {secret}/log.txt"
+    contenders = [
+        replace(
+            one,
+            note=told,
+            trials=tuple(replace(trial, note=told) for trial in one.trials),
+            runs=tuple(
+                replace(
+                    run,
+                    folder=Path(f"{secret}/{index}/{run.seed}"),
+                    reason=told,
+                    warnings=(told,),
+                    about={**run.about, "folder": secret, "data": f"images in {secret}/images"},
+                    environment={**run.environment, "folder": secret, "command": told, "host": "alices-laptop"},
+                )
+                for run in one.runs
+            ),
+        )
+        for index, one in enumerate(made.contenders)
+    ]
+    made = replace(made, contenders=tuple(contenders), notes=(told,))
+    html = natgrad.page.render(made, judge(made))
+    assert "alice" not in html
+    assert "secret" not in html
+    assert "…/x.bin" in html
+
+
+def test_folders_that_have_nothing_in_common_are_called_by_their_last_part():
+    runs = [run(folder=Path("/home/alice/secret-client/kfac")), run(folder=Path("/data/runs/sgd"))]
+    assert list(tables.short_folders(runs).values()) == ["kfac", "sgd"]
 
 
 def test_folders_lose_what_they_have_in_common():

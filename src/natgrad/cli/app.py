@@ -175,13 +175,16 @@ def compare(
         plan, folder = comparing.planned(
             name, changes, specs=optimizers, trials=trials, seeds=seeds, target=target, out=out, resume=resume
         )
-        stopped = comparing.run_comparison(plan, folder, device=device, console=console)
-        page = folder / comparing.PAGE
-        written = comparing.report(gather(folder), out=page, console=console)
+        try:
+            stopped = comparing.run_comparison(plan, folder, device=device, console=console)
+        finally:  # also where nothing more can run: what there is is worth a page
+            found = gather(folder)
+            finished = [run for one in found.contenders for run in one.runs if run.finished]
+            written = comparing.report(found, out=folder / comparing.PAGE, console=console)
         if stopped:
             console.print(f"stopped by {stopped}; to go on: natgrad compare {folder} --resume", soft_wrap=True)
             raise typer.Exit(128 + signal.Signals[stopped])
-    if not written:
+    if not written or not finished:
         raise typer.Exit(1)
 
 
@@ -223,16 +226,7 @@ def errors_told() -> Iterator[None]:
     except RecipeError as error:
         _tell(error)
         raise typer.Exit(2) from None
-    except (
-        CheckpointError,
-        ComparisonError,
-        DataError,
-        DeviceError,
-        DivergedError,
-        HistoryError,
-        RunError,
-        WorkerError,
-    ) as error:
+    except _TOLD as error:
         _tell(error)
         raise typer.Exit(1) from None
     except RuntimeError as error:

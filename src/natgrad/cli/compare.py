@@ -39,6 +39,7 @@ from natgrad.compare.worker import CRASHED, DIVERGED, REFUSED, Job, StoppedError
 from natgrad.training.run import new_folder
 
 PAGE = "report.html"
+DEFAULT = "digits"
 CONTENDERS = ("sgd", "adamw", "kfac")
 """Those of a comparison that names none."""
 WIDE = 110
@@ -66,6 +67,8 @@ def planned(
         if changes:
             raise ComparisonError(f"a comparison goes on with its own recipe: leave out {' '.join(changes)}")
         plan = _checked(dataclasses.replace(load_plan(folder), **given), target)
+        if out is not None and recipe != DEFAULT and recipes.label(recipe) != plan.title and Path(recipe) != out:
+            raise ComparisonError(f"{folder} holds a comparison of {plan.title}: choose another --out for {recipe}")
         save_plan(plan, folder)
         return plan, folder
     if (Path(recipe) / FILE).is_file():

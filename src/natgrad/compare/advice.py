@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from natgrad.compare.arrivals import Row, duration
-from natgrad.compare.history import Comparison, Contender
+from natgrad.compare.history import Comparison, Contender, mean_parts
 
 LARGE = 0.2
 """A part of K-FAC's step that is worth a word."""
@@ -27,26 +27,28 @@ def advise(comparison: Comparison, *, ours: Row | None, theirs: Row | None) -> t
 
 
 def _break_even(ours: Row, theirs: Row) -> list[str]:
-    """How fast K-FAC's step would have to be, where its updates are fewer and its time is longer."""
-    known = (ours.updates, ours.seconds, theirs.seconds, ours.step_seconds, theirs.step_seconds)
-    updates, mine, its, step, other = (None if one is None else one.mean for one in known)
-    if updates is None or mine is None or its is None or step is None or other is None or mine <= its:
+    """How fast K-FAC's updates would have to be, where they are fewer and take longer."""
+    known = (ours.updates, ours.seconds, theirs.updates, theirs.seconds)
+    updates, mine, others, its = (None if one is None else one.mean for one in known)
+    if not updates or not mine or not others or not its or mine <= its:
         return []
-    limit = its / updates
-    if limit <= other:
+    present, limit, floor = mine / updates, its / updates, its / others
+    if updates > others:
         return [
-            f"No saving on {ours.name}'s step would change this: even at the {duration(other)} of {theirs.name}'s it "
+            f"No saving on {ours.name}'s step would change this: even at the {duration(floor)} of {theirs.name}'s it "
             "would arrive later."
         ]
+    if updates == others:
+        return []  # at best it would be a tie
     return [
-        f"By the clock {ours.name} would be first if its step took less than {duration(limit)}: it takes "
-        f"{duration(step)} now, and {theirs.name}'s {duration(other)}."
+        f"By the clock {ours.name} would be first if its updates up to there took less than {duration(limit)} each: "
+        f"they take {duration(present)}, and {theirs.name}'s {duration(floor)}."
     ]
 
 
 def _largest_part(contender: Contender) -> list[str]:
     """Where K-FAC's own time goes, and what makes it less."""
-    parts = mean_parts(contender)
+    parts = mean_parts(contender.runs)
     whole = sum(parts.values())
     own = {name: parts[name] / whole for name in ("statistics", "solve", "precondition") if whole and name in parts}
     name = max(own, key=lambda one: own[one], default=None)
@@ -58,25 +60,18 @@ def _largest_part(contender: Contender) -> list[str]:
     return [f"{takes[name].capitalize()} {100 * own[name]:.0f} % of {contender.name}'s step: try {', or '.join(ways)}."]
 
 
-def mean_parts(contender: Contender) -> dict[str, float]:
-    """Seconds a step, part by part, over all runs that know."""
-    known = [run.parts for run in contender.runs if run.parts]
-    names = dict.fromkeys(name for parts in known for name in parts)
-    return {name: sum(parts.get(name, 0.0) for parts in known) / len(known) for name in names}
-
-
 def _cheaper_statistics(kfac: Mapping[str, object]) -> list[str]:
-    reduce = [] if kfac.get("sharing") == "reduce" else ["kfac-reduce"]
+    reduce = [] if kfac.get("sharing") == "reduce" else ["kfac-reduce among the --optimizers"]
     return [*reduce, _twice("factor_update_steps", "factor_update_epochs", kfac)]
 
 
 def _cheaper_solve(kfac: Mapping[str, object]) -> list[str]:
-    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse"]
+    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse among the --optimizers"]
     return [*inverse, _twice("inv_update_steps", "inv_update_epochs", kfac)]
 
 
 def _cheaper_products(kfac: Mapping[str, object]) -> list[str]:
-    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse"]
+    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse among the --optimizers"]
     return [*inverse, "a larger training.batch, for which it costs no more"]
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import Literal
 
 from natgrad.compare.history import Contender, Point, Run
@@ -71,7 +72,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A contender in the table of times to the target; `arrivals` has one entry a run, None where it never came.
+    """A contender in the table of times to the target; `arrivals` has an entry a run, None where it never came. Runs
+    that were stopped on their way, or are still on it, have none.
 
     `updates` and `seconds` are None unless every run arrived; `best` is over runs, each at its best moment.
     """
@@ -118,25 +120,39 @@ def arrival(run: Run, measure: Measure, target: float) -> Arrival | None:
     return None if first is None else Arrival(step=first.step, seconds=first.seconds)
 
 
-def natural_target(contenders: Sequence[Contender], measure: Measure) -> tuple[float | None, str]:
-    """What the best contender without K-FAC reached with every seed, and its name; of all where all have K-FAC."""
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached; `whose` it is and `how` many of its seeds reached it, empty where it was given."""
+
+    value: float | None
+    whose: str = ""
+    how: str = ""
+
+
+def natural_target(contenders: Sequence[Contender], measure: Measure) -> Target:
+    """What the best contender without K-FAC reached with every seed; of all where all have K-FAC.
+
+    Contenders whose seeds all came to their end are preferred to those with some that did, and these to those that are
+    still going. What diverged or crashed sets no target.
+    """
     plain = [one for one in contenders if not one.uses_kfac]
-    candidates = [(one, bests) for one in plain or contenders if (bests := _whole_bests(one, measure))]
-    if not candidates:
-        return None, ""
-    winner, bests = min(candidates, key=lambda pair: sum(pair[1]) / len(pair[1]))
-    return max(bests), winner.name
-
-
-def _whole_bests(contender: Contender, measure: Measure) -> list[float]:
-    """The best values of its runs: of those that came to their end, if any did."""
-    runs = [run for run in contender.runs if run.finished] or contender.runs
-    return [best for run in runs if (best := best_of(run, measure)) is not None]
+    candidates = []
+    for one in plain or contenders:
+        finished = [run for run in one.runs if run.finished]
+        runs = finished or [run for run in one.runs if run.open]
+        bests = [best for run in runs if (best := best_of(run, measure)) is not None]
+        if bests:
+            rank = 0 if len(finished) == len(one.runs) else 1 if finished else 2
+            words = ("with every seed", f"with {len(bests)} of its {len(one.runs)} seeds", "so far")[rank]
+            candidates.append((rank, sum(bests) / len(bests), Target(max(bests), one.name, words)))
+    return min(candidates, key=lambda one: one[:2])[-1] if candidates else Target(None)
 
 
 def row_of(contender: Contender, measure: Measure, target: float | None) -> Row:
     """A contender's line of the table."""
-    arrivals = tuple(None if target is None else arrival(run, measure, target) for run in contender.runs)
+    reached = [(run, None if target is None else arrival(run, measure, target)) for run in contender.runs]
+    # What was stopped on its way says nothing about when it would have been there.
+    arrivals = tuple(one for run, one in reached if one is not None or not run.open)
     there = [one for one in arrivals if one is not None]
     everybody = bool(there) and len(there) == len(arrivals)
     bests = [best for run in contender.runs if (best := best_of(run, measure)) is not None]
@@ -167,11 +183,12 @@ def _ends(runs: Sequence[Run]) -> str:
 
 
 Order = Literal["first", "second", "tie", "neither"]
+_EXACT = 20  # seeds of each up to which orders are counted
 
 
-def order(ours: Sequence[float], theirs: Sequence[float]) -> Order:
+def order(ours: Sequence[float], theirs: Sequence[float], *, chances: tuple[float, float] = (CHANCE, CHANCE)) -> Order:
     """Who was first, a number a seed, infinity for never: decided by the ranks of all of them (Mann and Whitney's
-    test, exact, one-sided), where chance would do it less often than `CHANCE`.
+    test, one-sided), where chance would do it less often than `chances` say, for ours and for theirs.
 
     Two seeds each cannot be that sure: then it takes both of one before both of the other. With a single one, a
     difference of up to `CLOSE` is a tie.
@@ -180,20 +197,26 @@ def order(ours: Sequence[float], theirs: Sequence[float]) -> Order:
         return "neither"
     if not ours or not theirs:
         return "first" if ours else "second"
-    if _is_before(ours, theirs):
+    if _is_before(ours, theirs, chances[0]):
         return "first"
-    return "second" if _is_before(theirs, ours) else "tie"
+    return "second" if _is_before(theirs, ours, chances[1]) else "tie"
 
 
-def _is_before(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+def _is_before(ours: Sequence[float], theirs: Sequence[float], chance: float) -> bool:
     if min(len(ours), len(theirs)) == 1:
         return max(ours) * (1 + CLOSE) < min(theirs)
     if min(len(ours), len(theirs)) == 2:
         return max(ours) < min(theirs)
-    pairs = len(ours) * len(theirs)
     lost = sum(1.0 if mine > its else 0.5 if mine == its else 0.0 for mine in ours for its in theirs)
-    at_most = sum(_ways(len(ours), len(theirs), count) for count in range(math.ceil(lost) + 1))
-    return lost < pairs / 2 and at_most <= CHANCE * math.comb(len(ours) + len(theirs), len(ours))
+    return _by_chance(len(ours), len(theirs), math.ceil(lost)) <= chance
+
+
+def _by_chance(first: int, second: int, lost: int) -> float:
+    """How often so few pairs, or fewer, have the second in front where nobody is better."""
+    if first + second > 2 * _EXACT:
+        mean, variance = first * second / 2, first * second * (first + second + 1) / 12
+        return NormalDist(mean, math.sqrt(variance)).cdf(lost + 0.5)
+    return sum(_ways(first, second, count) for count in range(lost + 1)) / math.comb(first + second, first)
 
 
 @cache
@@ -208,10 +231,16 @@ def _ways(first: int, second: int, lost: int) -> int:
 
 def clear_first(columns: Sequence[Sequence[float]]) -> int | None:
     """Which of several is first before each of the others; None where nobody is."""
+    chance = CHANCE / max(1, len(columns) - 1)  # it was picked from several
     ahead = [
         index
         for index, ours in enumerate(columns)
-        if ours and all(order(ours, theirs) == "first" for other, theirs in enumerate(columns) if other != index)
+        if ours
+        and all(
+            order(ours, theirs, chances=(chance, chance)) == "first"
+            for other, theirs in enumerate(columns)
+            if other != index
+        )
     ]
     return ahead[0] if len(ahead) == 1 and len(columns) > 1 else None
 

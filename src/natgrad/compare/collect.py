@@ -8,44 +8,46 @@ from pathlib import Path
 from typing import Any
 
 from natgrad.compare.comparison import FILE, gather
-from natgrad.compare.history import Comparison, Contender, HistoryError, Run, is_run, read
+from natgrad.compare.history import Comparison, Contender, HistoryError, Run, differences, is_run, read
 from natgrad.recipes.values import flat
-
-_UNLIKE = {"data": "data", "parameters": "number of parameters", "batch": "batch", "device": "device"}
 
 
 def collect(paths: Sequence[Path]) -> Comparison:
     """Everything in these folders. Runs of one name are seeds of one contender, unless their recipes differ."""
-    whole = [(path, gather(path)) for path in paths if (path / FILE).is_file()]
-    loose = [run for path in paths if not (path / FILE).is_file() for run in _runs(path)]
+    places = list(dict.fromkeys(place for path in paths for place in _places(path)))
+    whole = [(place, gather(place)) for place in places if (place / FILE).is_file()]
+    loose = [read(place) for place in places if not (place / FILE).is_file()]
     if len(whole) == 1 and not loose:
         return whole[0][1]
-    found = [(path.name, one) for path, comparison in whole for one in comparison.contenders]
+    found = [(place.absolute().name, one) for place, comparison in whole for one in comparison.contenders]
     found += [("", one) for one in _grouped(loose)]
     if not found:
         raise HistoryError("there is nothing to report: name the folders of some runs")
     contenders = _told_apart(found)
     runs = [run for one in contenders for run in one.runs]
     notes = [note for _, comparison in whole for note in comparison.notes]
+    targets = {comparison.target for _, comparison in whole}
+    if len(targets) > 1:
+        notes.append("these comparisons had other targets, or none: --target sets one for all")
     return Comparison(
         title=" and ".join(dict.fromkeys(comparison.title for _, comparison in whole)) or _title(runs),
         contenders=tuple(contenders),
+        target=targets.pop() if len(targets) == 1 else None,
         score=whole[0][1].score if whole else "loss",
         tuning=" ".join(dict.fromkeys(comparison.tuning for _, comparison in whole)),
-        notes=(*notes, *_differences(runs)),
+        notes=tuple(dict.fromkeys((*notes, *differences(runs)))),
     )
 
 
-def _runs(path: Path) -> list[Run]:
-    """The run in a folder, or those in the folders inside it."""
-    if is_run(path):
-        return [read(path)]
+def _places(path: Path) -> list[Path]:
+    """A folder that holds a comparison or a run, or those inside it that do."""
+    path = path.resolve()
     if not path.is_dir():
         raise HistoryError(f"there is no folder {path}")
-    inner = sorted(one for one in path.iterdir() if one.is_dir() and is_run(one))
-    if not inner:
-        raise HistoryError(f"there is no run in {path}: the folder of a run holds a metrics.jsonl")
-    return [read(one) for one in inner]
+    for inner in ([path], sorted(path.iterdir())):
+        if there := [one for one in inner if (one / FILE).is_file() or is_run(one)]:
+            return there
+    raise HistoryError(f"there is no run in {path}: the folder of a run holds a metrics.jsonl")
 
 
 def _grouped(runs: Iterable[Run]) -> list[Contender]:
@@ -82,11 +84,12 @@ def _chosen(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _told_apart(found: Sequence[tuple[str, Contender]]) -> list[Contender]:
-    """Contenders of one name from several places get their place's name too."""
+    """Contenders of one name get their place's name too, and a number where even that is the same."""
     names = [one.name for _, one in found]
-    return [
-        _renamed(one, f"{one.name} ({place})") if place and names.count(one.name) > 1 else one for place, one in found
-    ]
+    longer = [f"{one.name} ({place})" if place and names.count(one.name) > 1 else one.name for place, one in found]
+    numbers = [longer[: index + 1].count(name) for index, name in enumerate(longer)]
+    final = [name if number == 1 else f"{name} {number}" for name, number in zip(longer, numbers, strict=True)]
+    return [one if one.name == name else _renamed(one, name) for (_, one), name in zip(found, final, strict=True)]
 
 
 def _renamed(contender: Contender, name: str) -> Contender:
@@ -97,13 +100,3 @@ def _renamed(contender: Contender, name: str) -> Contender:
 def _title(runs: Sequence[Run]) -> str:
     recipes = list(dict.fromkeys(str(run.about["recipe"]) for run in runs if "recipe" in run.about))
     return " and ".join(recipes[:3]) if recipes else "Runs side by side"
-
-
-def _differences(runs: Sequence[Run]) -> list[str]:
-    """What makes runs hard to compare."""
-    notes = []
-    for field, words in _UNLIKE.items():
-        values = list(dict.fromkeys(str(run.about[field]) for run in runs if field in run.about))
-        if len(values) > 1:
-            notes.append(f"these runs are not alike: their {words} differs ({', '.join(values[:4])})")
-    return notes

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from natgrad.compare.contenders import Entry, entries
-from natgrad.compare.history import Comparison, Contender, HistoryError, Run, read
+from natgrad.compare.history import Comparison, Contender, HistoryError, Run, differences, read
 from natgrad.compare.tuning import Outcome, Rung, Sweep, design, full_runs, rungs, shortened, sweep
 from natgrad.compare.worker import CRASHED, DIVERGED, REFUSED, Job, Worker
 from natgrad.recipes import Recipe
@@ -91,7 +93,8 @@ class Plan:
     def final(self, folder: Path, entry: Entry, number: int, settings: Mapping[str, float]) -> Job:
         """A whole training with the settings that the sweep chose; `number` counts seeds from 1.
 
-        The sweep's own seed is none of them: what it chose may have been lucky there.
+        The sweep's own seed is none of them: what it chose may have been lucky there. The settings are in the folder's
+        name, since a sweep that goes on with more trials may choose others.
         """
         recipe = entry.recipe if dict(settings) == entry.centre() else entry.with_settings(settings)
         seed = recipe.training.seed + number
@@ -100,7 +103,7 @@ class Plan:
             kind=entry.slug,
             title=self.title,
             label=f"{entry.name}: seed {seed}",
-            folder=folder / entry.slug / f"seed-{seed}",
+            folder=folder / entry.slug / f"{_as_name(settings)}-seed-{seed}",
             recipe=_keeping_one(dataclasses.replace(recipe, training=training)),
         )
 
@@ -112,12 +115,17 @@ class Plan:
         if not self.ladder:
             return f"Nothing was tuned: every contender ran as the recipe has it, {finals}. {alike}"
         climb = ", ".join(f"{rung.settings} for {rung.epochs}" for rung in self.ladder)
-        damping = ", with K-FAC together with the damping" if any(entry.uses_kfac for entry in self.entries) else ""
+        swept = any("damping" in entry.centre() for entry in self.entries)
+        damping = ", with K-FAC together with the damping" if swept else ""
         return (
             f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by the "
             f"{self.score} of test cases in successive halving ({climb} epochs), as much as "
             f"{full_runs(self.ladder, epochs):.2g} whole trainings; then {finals}, on other seeds. {alike}"
         )
+
+
+def _as_name(settings: Mapping[str, float]) -> str:
+    return "-".join(f"{name}-{value:.6g}" for name, value in settings.items())
 
 
 def _keeping_one(recipe: Recipe) -> Recipe:
@@ -203,7 +211,29 @@ def load_plan(folder: Path) -> Plan:
 
 def compare(plan: Plan, folder: Path, worker: Worker, watcher: Watcher) -> None:
     """Runs whatever of a comparison has not come to its end. What one run does to itself ends no other."""
-    _Comparing(plan, folder, worker, watcher).everything()
+    with _alone_in(folder):
+        _Comparing(plan, folder, worker, watcher).everything()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two processes at work in one folder would spoil each other's runs."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ComparisonError(f"another process is at work on {folder}: let it come to its end first") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _Comparing:
@@ -236,9 +266,10 @@ class _Comparing:
 
     def _outcome(self, job: Job) -> Outcome:
         known = outcome_of(job.folder)
-        if known is None or (known.note.startswith(CRASHED) and job.folder not in self._tried):
+        again = known is not None and known.note.startswith((CRASHED, REFUSED)) and job.folder not in self._tried
+        if known is None or again:
             if job.kind in self._refused:
-                return Outcome(None, note=self._refused[job.kind])
+                return Outcome(None, note=self._refused[job.kind])  # as its first run was
             self._run(job)
             known = outcome_of(job.folder) or Outcome(None, note=f"{CRASHED}: it left nothing that can be read")
         self._watcher.job_ended(job, known.note or "finished", known.score)
@@ -255,9 +286,9 @@ class _Comparing:
 
 
 def _why_none(found: Sweep) -> str:
-    notes = [briefly(trial.note) for trial in found.trials if trial.note]
-    if not notes:
+    if not found.complete:
         return "its sweep is not at its end"
+    notes = [briefly(trial.note) for trial in found.trials if trial.note]
     alike = notes[0] if len(set(notes)) == 1 else f"{notes[0]}, and others"
     return f"no setting could be trained ({alike})"
 
@@ -290,7 +321,7 @@ def gather(folder: Path) -> Comparison:
     runs = [run for one in contenders for run in one.runs]
     stopped = sum(not run.finished for run in runs)
     missing = plan.seeds * len(plan.entries) - len(runs)
-    notes = []
+    notes = differences(runs)
     if stopped or missing:
         notes.append(
             f"{len(runs) - stopped} of {plan.seeds * len(plan.entries)} runs came to their end: what is said here is "

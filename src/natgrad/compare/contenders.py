@@ -37,8 +37,11 @@ VARIANTS = {
 }
 """The words that may follow ``kfac-``, and what each of them sets."""
 
-RATES = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "muon": 1e-3}
-"""Learning rates to search around where the recipe's own is another optimizer's."""
+RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3, "muon": 1e-3}
+"""Learning rates to search around where the recipe's own was chosen for another optimizer, or for K-FAC."""
+
+SHARED = ("data", "training.epochs", "training.steps", "training.seed", "training.loss")
+"""What all contenders have in common: else nothing could be compared."""
 
 _RATE = 1e-3  # of classes that have no default
 _PLUS = re.compile(r"\+(?=[A-Za-z_])")  # not that of 1e+3
@@ -101,6 +104,10 @@ def entries(recipe: Recipe, specs: Iterable[str]) -> list[Entry]:
 def _entry(recipe: Recipe, spec: str, *, taken: set[str]) -> Entry:
     base, *changes = _PLUS.split(spec)
     overrides = _overrides(recipe, base)
+    for change in changes:
+        field = change.partition("=")[0].strip()
+        if field.startswith(tuple(f"{one}." for one in SHARED)) or field in SHARED:
+            raise RecipeError(f"{spec}: {field} is the same for all: change it for the whole comparison")
     try:
         made = build(overridden(as_table(recipe), [*overrides, *changes]))
         check(made)
@@ -123,9 +130,10 @@ def _overrides(recipe: Recipe, base: str) -> list[str]:
             f"there is no optimizer {base!r}{nearest(base, known)}: there are {', '.join(OPTIMIZERS)}, "
             f'"package.module:Class", and kfac with any of {", ".join(f"-{word}" for word in VARIANTS)}'
         )
-    momentum = base == "sgd" and recipe.kfac.enabled and "momentum" not in recipe.optimizer.options
     # A recipe for K-FAC may do without momentum because K-FAC does; plain SGD should not.
-    return ["kfac.enabled=false", *_optimizer(recipe, base), *(["optimizer.momentum=0.9"] if momentum else [])]
+    without = base == "sgd" and recipe.kfac.enabled and "momentum" not in recipe.optimizer.options
+    momentum = ["optimizer.momentum=0.9"] if without else []
+    return ["kfac.enabled=false", *_optimizer(recipe, base, with_kfac=False), *momentum]
 
 
 def _of_kfac(recipe: Recipe, words: list[str]) -> list[str]:
@@ -140,16 +148,18 @@ def _of_kfac(recipe: Recipe, words: list[str]) -> list[str]:
         if field != "optimizer.name":
             overrides.append(f"{field}={word}")
             continue
-        overrides += _optimizer(recipe, word)
+        overrides += _optimizer(recipe, word, with_kfac=True)
         if word != "sgd" and word != recipe.optimizer.name and recipe.kfac.kl_clip != "none":
             # Adam rescales what it gets: only a bound on the step that it really takes means something.
             overrides += ["kfac.region_of=step", *(["kfac.kl_clip=1e-3"] if recipe.kfac.kl_clip is None else [])]
     return overrides
 
 
-def _optimizer(recipe: Recipe, name: str) -> list[str]:
-    """The recipe's own with its options, or another one with a learning rate of its own and the recipe's schedule."""
-    if name == recipe.optimizer.name:
+def _optimizer(recipe: Recipe, name: str, *, with_kfac: bool) -> list[str]:
+    """The recipe's own as it is, or another one, or the same without the K-FAC that its learning rate was chosen for:
+    then with a learning rate of its own and the recipe's schedule.
+    """
+    if name == recipe.optimizer.name and recipe.kfac.enabled == with_kfac:
         return []
     factor = default_rate(name) / first_value(recipe.optimizer.lr)
     return [f"optimizer.name={name}", f"optimizer.lr={_toml(scaled(recipe.optimizer.lr, factor))}"]
@@ -174,7 +184,7 @@ def _refuse_muon_without_matrices(recipe: Recipe) -> None:
         matrices, _ = split(build_model(recipe.model))
     if not matrices:
         raise RecipeError(
-            f"torch's Muon is for the matrices between a model's first and last layer, and {recipe.model.name} has none"
+            f"torch's Muon is for the matrices of linear layers but the last, and {recipe.model.name} has none"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +82,11 @@ class Run:
         return self.reason == "finished"
 
     @property
+    def open(self) -> bool:
+        """Whether more might have come of it: it is still going, was killed, or somebody stopped it."""
+        return self.reason == UNFINISHED or self.reason in signal.Signals.__members__
+
+    @property
     def step_seconds(self) -> float | None:
         """Mean time of a step, everything of training included."""
         return self.seconds / self.steps if self.steps and self.seconds > 0 else None
@@ -117,13 +124,13 @@ def read(folder: Path, *, name: str | None = None, seed: int | None = None) -> R
         parts=_mean_parts(train),
         readings=tuple(_reading(line) for line in train),
         layers=tuple(layer for line in lines if line["kind"] == "layers" for layer in _layers(line)),
-        coverage=tuple(next((line["rows"] for line in lines if line["kind"] == "coverage"), ())),
+        coverage=tuple(next((_rows(line, "rows") for line in lines if line["kind"] == "coverage"), ())),
         reason=str(end.get("reason", UNFINISHED)) if end.get("kind") == "end" else UNFINISHED,
         steps=last,
         seconds=max(
             (_number(line.get("seconds")) or 0.0 for line in [*train, end] if line.get("kind") != "start"), default=0.0
         ),
-        planned_steps=about.get("total_steps"),
+        planned_steps=_whole(about.get("total_steps")),
         about=about,
         settings=settings,
         environment=facts[-1] if facts else {},
@@ -214,13 +221,58 @@ def _reading(line: Mapping[str, Any]) -> Reading:
 
 def _layers(line: Mapping[str, Any]) -> list[Layer]:
     return [
-        Layer(step=line["step"], name=str(one.get("name")), condition=_number(one.get("condition")), age=one.get("age"))
-        for one in line.get("layers", ())
+        Layer(
+            step=line["step"],
+            name=str(one.get("name")),
+            condition=_number(one.get("condition")),
+            age=_whole(one.get("age")),
+        )
+        for one in _rows(line, "layers")
     ]
 
 
+def _rows(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Of a line that anybody may have written."""
+    rows = line.get(name)
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+
+
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def mean_parts(runs: Sequence[Run]) -> dict[str, float]:
+    """Seconds a step by part, over the runs that say."""
+    said = [run.parts for run in runs if run.parts]
+    names = dict.fromkeys(name for parts in said for name in parts)
+    means = {name: sum(_finite(parts.get(name)) for parts in said) / len(said) for name in names}
+    return means if any(value > 0 for value in means.values()) else {}
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0
+
+
+_UNLIKE = {"data": "data", "parameters": "number of parameters", "batch": "batch", "device": "device"}
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """What makes runs hard to compare."""
+    notes = []
+    for fact, words in _UNLIKE.items():
+        values = list(dict.fromkeys(str(run.about[fact]) for run in runs if fact in run.about))
+        if len(values) > 1:
+            notes.append(f"these runs are not alike: their {words} differs ({', '.join(values[:4])})")
+    return notes
 
 
 @dataclass(frozen=True, kw_only=True)

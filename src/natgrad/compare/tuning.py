@@ -11,7 +11,7 @@ from typing import Any
 from natgrad.compare.history import Trial
 from natgrad.recipes.schema import Recipe
 
-DECADES = {"lr": 2.5, "damping": 2.0}
+DECADES = {"lr": 3.0, "damping": 2.0}
 """How far a sweep reaches, all in all, around the centre."""
 
 _TIMES = ("over", "every", "at", "warmup")  # of schedules: in epochs

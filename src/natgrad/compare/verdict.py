@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from natgrad.compare.advice import advise
 from natgrad.compare.arrivals import (
+    CHANCE,
     Measure,
     Order,
     Row,
+    Target,
+    clear_first,
     duration,
     fastest,
     measure_of,
@@ -39,64 +43,95 @@ def judge(comparison: Comparison) -> Verdict:
     none is given, it is what the best contender without K-FAC reached with every seed.
     """
     measure = measure_of(comparison.contenders)
-    goal, says = comparison.target, "given"
-    if goal is None:
-        goal, says = natural_target(comparison.contenders, measure)
-    rows = tuple(row_of(one, measure, goal) for one in comparison.contenders)
-    sentence, ours, theirs = _sentence(rows, measure, goal, says)
+    target = natural_target(comparison.contenders, measure) if comparison.target is None else Target(comparison.target)
+    rows = tuple(row_of(one, measure, target.value) for one in comparison.contenders)
+    sentence, ours, theirs = _sentence(rows, measure, target)
     return Verdict(
         sentence=sentence,
         advice=advise(comparison, ours=ours, theirs=theirs),
         measure=measure,
-        target=goal,
-        target_says=_target_in_words(measure, goal, says),
+        target=target.value,
+        target_says=_target_in_words(measure, target, _looks_every(comparison, measure)),
         rows=rows,
     )
 
 
-def _target_in_words(measure: Measure, target: float | None, says: str) -> str:
-    if target is None:
+def _looks_every(comparison: Comparison, measure: Measure) -> int:
+    """Updates between two looks at the measure, the most there are: arrivals are known no better than that."""
+    runs = [run for one in comparison.contenders for run in one.runs]
+    steps = [[0, *(point.step for point in (run.test if measure.of == "test" else run.train))] for run in runs]
+    return max((after - before for one in steps for before, after in itertools.pairwise(one)), default=0)
+
+
+def _target_in_words(measure: Measure, target: Target, every: int) -> str:
+    if target.value is None:
         return "There is no target: nothing was measured."
-    goal = f"Target: {measure.name} of {measure.text(target)} or less"
-    how = ", as given." if says == "given" else f", which {says}, the best without K-FAC, reached with every seed."
-    return f"{goal}{how} An arrival is the first test at which a run was there."
+    whose = f"which {target.whose}, the best without K-FAC, reached {target.how}" if target.whose else "as given"
+    look = "test" if measure.of == "test" else "line"
+    looks = f"; there was one every {every:,} updates" if every > 1 else ""
+    return (
+        f"Target: {measure.name} of {measure.text(target.value)} or less, {whose}. An arrival is the first {look} at "
+        f"which a run was there{looks}."
+    )
 
 
-def _sentence(
-    rows: Sequence[Row], measure: Measure, target: float | None, says: str
-) -> tuple[str, Row | None, Row | None]:
+def _sentence(rows: Sequence[Row], measure: Measure, target: Target) -> tuple[str, Row | None, Row | None]:
     """The verdict, the row of K-FAC that it speaks of, and that of its best rival."""
     ours = fastest(row for row in rows if row.uses_kfac)
     theirs = fastest(row for row in rows if not row.uses_kfac)
-    if target is None or (ours is None and theirs is None):
+    if target.value is None or (ours is None and theirs is None):
         return "No verdict: no run measured anything.", ours, theirs
-    goal = f"{measure.text(target)} {measure.name}"
+    goal = f"{measure.text(target.value)} {measure.name}"
     if ours is None or theirs is None:
-        return _only_one_kind(rows, goal, ours, theirs), ours, theirs
-    by_clock = order(seconds_to(ours), seconds_to(theirs))
-    whose = "" if says == "given" else f", what {says} reaches with every seed"
-    arrivals = _arrivals(ours, theirs, goal, whose, measure)
-    text = f"{_opening(ours, theirs, by_clock)}: {arrivals}{_one_seed(ours, theirs)}."
+        return _only_one_kind(rows, goal, with_kfac=ours is not None), ours, theirs
+    race = Race.of(rows, ours, theirs)
+    whose = f", what {target.whose} reaches {target.how}" if target.whose else ""
+    text = f"{_opening(race)}: {_arrivals(race, goal, whose, measure)}{_one_seed(ours, theirs)}."
     return text, ours, theirs
 
 
-def _opening(ours: Row, theirs: Row, by_clock: Order) -> str:
-    by_updates = order(steps_to(ours), steps_to(theirs))
-    if by_clock == "neither":
+@dataclass(frozen=True)
+class Race:
+    """K-FAC against its fastest rival, and who was first by updates and by the clock.
+
+    Each was picked from its kind, and the best of many is good by chance more often: so its chances are divided by how
+    many there were.
+    """
+
+    ours: Row
+    theirs: Row
+    by_updates: Order
+    by_clock: Order
+    chances: tuple[float, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], ours: Row, theirs: Row) -> Race:
+        """With the chances that the number of contenders leaves."""
+        with_kfac = sum(row.uses_kfac and bool(row.arrivals) for row in rows)
+        without = sum(not row.uses_kfac and bool(row.arrivals) for row in rows)
+        chances = (CHANCE / max(1, with_kfac), CHANCE / max(1, without))
+        by_updates = order(steps_to(ours), steps_to(theirs), chances=chances)
+        return cls(ours, theirs, by_updates, order(seconds_to(ours), seconds_to(theirs), chances=chances), chances)
+
+
+def _opening(race: Race) -> str:
+    name = race.ours.name
+    if race.by_clock == "neither":
         return "No verdict"
-    if by_clock == "first":
-        return f"{ours.name} pays here"
-    if by_clock == "tie":
+    if race.by_clock == "first":
+        return f"{name} pays here"
+    if race.by_clock == "tie":
         return {
-            "first": f"{ours.name} saves updates here, but by the clock it is a tie",
-            "second": f"{ours.name} does not pay here: by the clock it is a tie, and it needs more updates",
-        }.get(by_updates, f"{ours.name} and {theirs.name} are too close to tell apart")
-    if by_updates == "first":
-        return f"{ours.name} saves updates here, but it does not pay by the clock"
-    return f"{ours.name} does not pay here"
+            "first": f"{name} saves updates here, but by the clock it is a tie",
+            "second": f"{name} does not pay here: by the clock it is a tie, and it needs more updates",
+        }.get(race.by_updates, f"{name} and {race.theirs.name} are too close to tell apart")
+    if race.by_updates == "first":
+        return f"{name} saves updates here, but it does not pay by the clock"
+    return f"{name} does not pay here"
 
 
-def _arrivals(ours: Row, theirs: Row, goal: str, whose: str, measure: Measure) -> str:
+def _arrivals(race: Race, goal: str, whose: str, measure: Measure) -> str:
+    ours, theirs = race.ours, race.theirs
     if ours.seconds is None and theirs.seconds is None:
         return f"not every seed of anybody reaches {goal}; {_came(ours, measure)}, {_came(theirs, measure)}"
     if ours.seconds is None or theirs.seconds is None:
@@ -104,14 +139,13 @@ def _arrivals(ours: Row, theirs: Row, goal: str, whose: str, measure: Measure) -
         return f"{there.name} reaches {goal} after {_where(there)}; {_came(other, measure)}"
     assert ours.updates is not None
     assert theirs.updates is not None
-    by_updates, by_clock = order(steps_to(ours), steps_to(theirs)), order(seconds_to(ours), seconds_to(theirs))
     ratios = (
         f"{_ratio(ours.updates.mean, theirs.updates.mean, fewer='fewer updates', more='as many updates')} and "
         f"{_ratio(ours.seconds.mean, theirs.seconds.mean, fewer='less time', more='as much time')}"
     )
     return (
         f"to {goal}{whose}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, "
-        f"{_where(theirs)}: {ratios}{_overlap(by_updates, by_clock)}{_ends_better(ours, theirs, measure)}"
+        f"{_where(theirs)}: {ratios}{_overlap(race.by_updates, race.by_clock)}{_ends_better(race, measure)}"
     )
 
 
@@ -123,14 +157,15 @@ def _overlap(by_updates: Order, by_clock: Order) -> str:
     return f", but the seeds overlap too much in {'both' if len(ties) == 2 else ties[0]} to tell"
 
 
-def _ends_better(ours: Row, theirs: Row, measure: Measure) -> str:
+def _ends_better(race: Race, measure: Measure) -> str:
     """Where one gets that the other never does: the target is not all."""
+    ours, theirs = race.ours, race.theirs
     if ours.best is None or theirs.best is None or min(len(ours.bests), len(theirs.bests)) == 1:
         return ""
-    if order(ours.bests, theirs.bests) in ("first", "second"):
-        mine, its = measure.text(ours.best.mean), measure.text(theirs.best.mean)
-        return f"; at its best, {ours.name} comes to {mine} and {theirs.name} to {its}"
-    return ""
+    if order(ours.bests, theirs.bests, chances=race.chances) == "tie":
+        return ""
+    mine, its = measure.text(ours.best.mean), measure.text(theirs.best.mean)
+    return f"; at its best, {ours.name} comes to {mine} and {theirs.name} to {its}"
 
 
 def _where(row: Row) -> str:
@@ -167,11 +202,14 @@ def _one_seed(ours: Row, theirs: Row) -> str:
     return " (with one seed, nobody knows the spread)" if alone else ""
 
 
-def _only_one_kind(rows: Sequence[Row], goal: str, ours: Row | None, theirs: Row | None) -> str:
+def _only_one_kind(rows: Sequence[Row], goal: str, *, with_kfac: bool) -> str:
     """A ranking: there is nothing, or nothing else, that has K-FAC."""
-    first = ours or theirs
-    assert first is not None
-    why = "no run with K-FAC" if ours is None else "only runs with K-FAC"
-    if first.seconds is None:
-        return f"No verdict on K-FAC, with {why}: nobody reached {goal} with every seed."
-    return f"No verdict on K-FAC, with {why}: {first.name} is the first at {goal}, after {_where(first)}."
+    why = f"No verdict on K-FAC, with {'only runs' if with_kfac else 'no run'} with K-FAC"
+    there = [row for row in rows if row.arrivals]
+    if len(there) == 1 and there[0].seconds is not None:
+        return f"{why}: {there[0].name} reaches {goal} after {_where(there[0])}."
+    first = clear_first([seconds_to(row) for row in there])
+    if first is not None and there[first].seconds is not None:
+        return f"{why}: {there[first].name} is the first at {goal}, after {_where(there[first])}."
+    arrived = any(one is not None for row in there for one in row.arrivals)
+    return f"{why}: nobody is clearly the first at {goal}." if arrived else f"{why}: nobody reached {goal}."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -16,13 +18,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from natgrad.data import DataError
 from natgrad.recipes import Recipe, RecipeError
 from natgrad.training import ranks
+from natgrad.training.checkpoints import CheckpointError
 from natgrad.training.events import Evaluated, Listener, Started
 from natgrad.training.metrics_file import MetricsFile
 from natgrad.training.ranks import DeviceError, Ranks
-from natgrad.training.run import METRICS, RECIPE, RunError, arithmetic, made_up, run, warnings_told
+from natgrad.training.run import METRICS, RECIPE, arithmetic, made_up, run, warnings_told
 from natgrad.training.trainer import DivergedError, Trainer
 
 WARM_UP = 3
@@ -30,6 +35,7 @@ WARM_UP = 3
 
 _TOLD = 0.1  # seconds between two messages about steps
 _PATIENCE = 10.0  # seconds for an idle process to end by itself
+_GRACE = 120.0  # for a run whose comparison is gone to save
 
 DIVERGED, CRASHED, REFUSED = "diverged", "crashed", "refused"
 """How the reasons begin of runs that did not come to their end on their own account."""
@@ -118,11 +124,15 @@ class Worker:
         return f"{CRASHED}: the process ended {how}{memory}"
 
     def interrupt(self, number: int) -> None:
-        """Passes a signal on; the run under way saves and ends."""
+        """Passes a signal on; the run under way saves and ends. A second one does not wait for that."""
+        again = bool(self._asked)
         self._asked = signal.Signals(number).name
         if self._process is not None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+                if again:
+                    os.killpg(self._process.pid, signal.SIGKILL)  # with its decoding processes
+                else:
+                    os.kill(self._process.pid, number)
 
     def _started(self) -> Connection:
         if self._connection is not None and self._process.is_alive():
@@ -171,6 +181,7 @@ def serve(connection: Connection, device: str | None) -> None:
             while True:
                 job = connection.recv()
                 connection.send(_result(job, these, warmed, asked, connection))
+                _forget()
     except (DeviceError, DataError) as error:
         connection.send(("impossible", str(error)))
     except (EOFError, OSError):
@@ -187,18 +198,29 @@ def _result(job: Job, these: Ranks, warmed: set[str], asked: list[str], connecti
         resume = (job.folder / RECIPE).exists()
         if not resume and job.folder.exists():  # only the note of an earlier crash
             (job.folder / METRICS).unlink(missing_ok=True)
-        done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection), resume=resume)
+        try:
+            done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection), resume=resume)
+        except CheckpointError:
+            shutil.rmtree(job.folder)  # nothing to go on from: it would never come to its end
+            done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection))
         return ("ended", done.reason if done.saved else f"{CRASHED}: its end could not be saved")
     except DivergedError as error:
         return _recorded(job, f"{DIVERGED}: {error}")
     except RecipeError as error:
         return _recorded(job, f"{REFUSED}: {error}")
-    except (DataError, RunError) as error:
+    except DataError as error:
         return ("impossible", str(error))
     except KeyboardInterrupt:
         return ("ended", "SIGINT")
     except Exception as error:
         return _recorded(job, f"{CRASHED}: {type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
+def _forget() -> None:
+    """A model and its K-FAC are in a cycle: they would lie beside the next one until the collector comes by."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _recorded(job: Job, reason: str, **more: str) -> tuple[str, str]:
@@ -227,6 +249,8 @@ def _end_with_parent() -> None:
         if parent is not None:
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_GRACE)
+            os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -11,10 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from natgrad.compare.history import Comparison
+from natgrad.compare.history import Comparison, mean_parts
 from natgrad.compare.verdict import Verdict
 from natgrad.page import figures, inside, markup, sweeps, tables
 from natgrad.page.drawing import Figure, looks
+from natgrad.page.public import public
 from natgrad.page.words import in_figure
 from natgrad.training.files import write_text_atomically
 
@@ -33,7 +34,7 @@ def write(path: Path, comparison: Comparison, verdict: Verdict) -> None:
 def render(comparison: Comparison, verdict: Verdict) -> str:
     """The whole page."""
     library = _library()
-    comparison = _with_percent(comparison)
+    comparison = _with_percent(public(comparison))
     curves = figures.curves(comparison, verdict)
     step_time = figures.step_time(comparison)
     sweep = sweeps.sweep(comparison)
@@ -97,7 +98,7 @@ def _times(verdict: Verdict) -> list[str]:
 def _step_time(comparison: Comparison, step_time: Figure | None) -> list[str]:
     if step_time is None:
         return []
-    names = figures.part_names(figures.mean_parts(one.runs) for one in comparison.contenders)
+    names = figures.part_names(mean_parts(one.runs) for one in comparison.contenders)
     ours = [name for name in names if name in figures.PART_SAYS]
     says = "; ".join(f"{name}: {figures.PART_SAYS[name]}" for name in ours)
     return [

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from natgrad.compare.history import Comparison, Contender, Point, Run
+from natgrad.compare.history import Comparison, Contender, Point, mean_parts
 from natgrad.compare.verdict import Verdict
 from natgrad.page import series
 from natgrad.page.drawing import (
@@ -283,19 +283,7 @@ def _bar_name(name: str, limit: int, total: float) -> str:
     return f"<b>{in_figure(shortened(name, limit))}</b>   {number(total)} ms"
 
 
-def mean_parts(runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds a step by part, over the runs that say."""
-    said = [run.parts for run in runs if run.parts]
-    names = dict.fromkeys(name for parts in said for name in parts)
-    means = {name: sum(_finite(parts.get(name)) for parts in said) / len(said) for name in names}
-    return means if any(value > 0 for value in means.values()) else {}
-
-
 def part_names(parts: Iterable[Mapping[str, float]]) -> list[str]:
     """Ours first, in the order of a step; then whatever a user's own log has."""
     there = dict.fromkeys(name for one in parts for name in one)
     return [name for name in PARTS if name in there] + [name for name in there if name not in PARTS]
-
-
-def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from natgrad.compare.arrivals import Measure, Row, Spread, clear_first, seconds_to, steps_to
 from natgrad.compare.history import UNFINISHED, Comparison, Contender, Run
 from natgrad.compare.verdict import Verdict
+from natgrad.page.public import without_paths
 from natgrad.page.words import THIN, counted, grouped, number, percent, setting
 from natgrad.report import memory
 
@@ -52,7 +52,7 @@ def times(verdict: Verdict) -> Table:
     )
     marked = [_marked(cells, each, word) for cells, (each, word) in zip(columns, values, strict=True)]
     lines = [
-        (Cell(text=row.name, more=row.note), Cell(text=_arrived(row)), *cells)
+        (Cell(text=row.name, more=without_paths(row.note)), Cell(text=_arrived(row)), *cells)
         for row, *cells in zip(rows, *marked, strict=True)
     ]
     return Table(
@@ -187,7 +187,7 @@ def runs(comparison: Comparison) -> Table:
                     Cell(text=contender.name, more="" if index else contender.note),
                     Cell(text=folders[id(run)]),
                     Cell(text="–" if run.seed is None else str(run.seed)),
-                    Cell(text=ending(run), more=warned(run.warnings)),
+                    Cell(text=ending(run), more="; ".join(run.warnings)),
                     Cell(text=_steps(run)),
                     Cell(text=number(run.seconds)),
                     Cell(text=number(None if run.step_seconds is None else 1000 * run.step_seconds)),
@@ -212,19 +212,16 @@ def ending(run: Run) -> str:
     return run.reason or "ended without a reason"
 
 
-def warned(warnings: Sequence[str]) -> str:
-    """Each once, with how often it came."""
-    said = Counter(" ".join(text.split()) for text in warnings)
-    return "; ".join(f"{text} (×{count})" if count > 1 else text for text, count in said.items())
-
-
 def short_folders(runs: Sequence[Run]) -> dict[int, str]:
-    """Without what they have in common, which tells where somebody keeps things; by the run's id."""
+    """Without what they have in common, which tells where somebody keeps things; by the run's id. Where they have
+    nothing in common, the last part of each is all that is told.
+    """
     paths = [os.path.normpath(run.folder) for run in runs]
-    parents = [os.path.dirname(path) for path in paths]
     try:
-        common = os.path.commonpath(parents) if parents else ""
+        common = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     except ValueError:  # some are absolute
+        common = os.sep
+    if common == os.sep:
         return {id(run): os.path.basename(path) for run, path in zip(runs, paths, strict=True)}
     return {id(run): os.path.relpath(path, common or ".") for run, path in zip(runs, paths, strict=True)}
 

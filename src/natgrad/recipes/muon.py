@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the matrices between a model's first and last layer, AdamW for the rest.
+    """`torch.optim.Muon` for the matrices of linear layers and attention but the last of them, AdamW for the rest.
 
     One learning rate serves both: Muon's updates are scaled to the size of AdamW's.
     """
@@ -21,14 +21,12 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         *,
         momentum: float = 0.95,
-        weight_decay: float = 0.1,
+        weight_decay: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
         matrices, others = split(model)
         if not matrices:
-            raise ValueError(
-                "torch's Muon is for the matrices between a model's first and last layer, and this model has none"
-            )
+            raise ValueError("torch's Muon is for the matrices of linear layers but the last, and this model has none")
         muon = torch.optim.Muon(
             matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -63,11 +61,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices that Muon is for, and all other parameters: convolutions, vectors, embeddings, the last layer."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    first = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    last = {id(layers[-1].weight)} if layers else set()
+    """The matrices that Muon is for, and all other parameters: convolutions, vectors, tables, and the last layer's.
+
+    The last layer is the one that the model registers last.
+    """
+    kinds = (nn.Linear, nn.MultiheadAttention)
+    found = [one for module in model.modules() if isinstance(module, kinds) for one in module.parameters(recurse=False)]
+    matrices = list(dict.fromkeys(one for one in found if one.ndim == 2 and one.requires_grad))[:-1]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    chosen = {id(one): one for one in matrices if id(one) not in tables}  # a tied head is a table
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = [one for one in parameters if one.ndim == 2 and id(one) not in first | last]
-    known = {id(one) for one in chosen}
-    return list(chosen), [one for one in parameters if id(one) not in known]
+    return list(chosen.values()), [one for one in parameters if id(one) not in chosen]
