@@ -23,6 +23,7 @@ unit: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "natgrad needs Python 3.10 or newer")'
+	@echo "Setting up a virtual environment with torch and the rest, once: a few minutes."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

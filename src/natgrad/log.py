@@ -89,6 +89,8 @@ class Log:
         about: Mapping[str, float | str | None] | None = None,
     ) -> None:
         _refuse_types(name=name, seed=seed, model=model, optimizer=optimizer, kfac=kfac)
+        if name is not None and not name.strip():
+            raise ValueError("name is empty: what is this run to be called? By default it is the folder's name")
         if kfac is None and isinstance(inside := getattr(optimizer, "kfac", None), KFAC):
             kfac = inside  # natgrad.optim's have one
         facts = _checked_facts(about)

@@ -83,6 +83,7 @@ def test_a_comparison_goes_on_with_another_seed_and_keeps_its_target(compared, t
         (["compare", "nowhere", "--resume"], "there is no comparison in nowhere"),
         (["report", "nowhere"], "there is no folder nowhere"),
         (["compare", "digits", "--trials", "0"], "trials"),
+        (["compare", "digits", "--device", "gpu"], "is not a device"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(arguments, words, tmp_path, monkeypatch):
@@ -98,6 +99,37 @@ def test_a_folder_with_a_comparison_is_not_begun_again_nor_given_another_recipe(
     assert "go on with --resume" in says("compare", folder, code=1)
     assert "holds a comparison already" in says("compare", "digits", "--out", folder, code=1)
     assert "goes on with its own recipe" in says("compare", folder, "training.epochs=3", "--resume", code=1)
+
+
+def test_a_page_goes_into_a_folder_that_is_named_for_it(compared, tmp_path):
+    (tmp_path / "folder").mkdir()
+    says("report", str(compared[0]), "--out", str(tmp_path / "folder"))
+    assert (tmp_path / "folder" / "report.html").is_file()
+    says("report", str(compared[0]), "--out", str(tmp_path / "new" / "folder" / "page.html"))
+    assert (tmp_path / "new" / "folder" / "page.html").is_file()
+
+
+def test_folders_full_of_comparisons_are_reported_and_the_same_one_twice_is_one(compared, tmp_path):
+    shutil.copytree(compared[0], tmp_path / "all" / "one")
+    shutil.copytree(compared[0], tmp_path / "all" / "two")
+    output = says("report", str(tmp_path / "all"), "--out", str(tmp_path / "page.html"))
+    assert "SGD (one)" in output
+    assert "K-FAC (two)" in output
+    twice = says("report", str(compared[0]), str(compared[0]), "--out", str(tmp_path / "page.html"))
+    assert "SGD (" not in twice
+
+
+def test_another_recipe_is_not_gone_on_with_in_this_folder(compared):
+    assert "holds a comparison of digits" in says(
+        "compare", "digits-autoencoder", "--resume", "--out", str(compared[0]), code=1
+    )
+
+
+def test_where_nothing_came_to_its_end_the_command_fails(tmp_path):
+    output = says(
+        "compare", "digits", *TINY, "--optimizers", "compare.misbehaving:Explodes", "--out", str(tmp_path / "o"), code=1
+    )
+    assert "No verdict: no run came to its end with a number" in output
 
 
 def test_torchrun_is_refused_in_words(monkeypatch, tmp_path):

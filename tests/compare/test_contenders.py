@@ -37,7 +37,7 @@ def test_an_sgd_that_is_meant_to_have_no_momentum_has_none():
 def test_kfac_is_the_recipe_itself_and_its_variants_change_what_they_say():
     assert one("kfac").recipe == DIGITS
     variant = one("kfac-sampled-reduce-inverse")
-    assert variant.name == "K-FAC, sampled, reduce, inverse"
+    assert variant.name == "K-FAC (sampled, reduce, inverse)"
     assert (variant.recipe.kfac.fisher, variant.recipe.kfac.sharing, variant.recipe.kfac.solver) == (
         "sampled",
         "reduce",
@@ -76,7 +76,7 @@ def test_any_field_can_be_changed_for_one_contender():
     entry = one("kfac+kfac.factor_update_steps=20+kfac.damping=1e+0")
     assert entry.recipe.kfac.factor_update_steps == 20
     assert entry.recipe.kfac.damping == 1.0
-    assert entry.name == "K-FAC, kfac.factor_update_steps=20, kfac.damping=1e+0"
+    assert entry.name == "K-FAC (factor_update_steps=20, damping=1e+0)"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,12 @@ def test_the_centre_is_the_recipes_and_settings_keep_the_shape_of_schedules():
     assert changed.optimizer.lr == {"schedule": "cosine", "value": 0.2, "end": pytest.approx(2e-4)}
     assert changed.kfac.damping == pytest.approx(0.01)
     assert changed.kfac.kl_clip == entry.recipe.kfac.kl_clip
+
+
+def test_what_a_contender_names_itself_is_not_swept():
+    assert one("kfac+kfac.damping=0.01").centre() == {"lr": 0.3}
+    assert one("kfac+kfac.damping=0.01").with_settings({"lr": 0.6}).kfac.damping == 0.01
+    assert one("sgd+optimizer.lr=0.02").centre() == {}
 
 
 def test_damping_that_adapts_is_not_swept_and_plain_optimizers_have_none():

@@ -138,7 +138,7 @@ def test_seeds_without_common_steps_are_interpolated():
 
 
 def test_the_clock_is_interpolated_and_ends_with_the_shortest_run():
-    curve = series.by_clock([[(0.0, 10.0), (10.0, 0.0)], [(2.0, 8.0), (4.0, 4.0), (8.0, 0.0)]])
+    curve = series.between([[(0.0, 10.0), (10.0, 0.0)], [(2.0, 8.0), (4.0, 4.0), (8.0, 0.0)]])
     assert curve is not None
     assert curve.x == (2, 4, 8)
     assert curve.low == (8, 4, 0)
@@ -147,7 +147,7 @@ def test_the_clock_is_interpolated_and_ends_with_the_shortest_run():
 
 
 def test_one_evaluation_a_run_is_one_point():
-    curve = series.by_clock([[(9.0, 1.0)], [(11.0, 3.0)]])
+    curve = series.between([[(9.0, 1.0)], [(11.0, 3.0)]])
     assert curve is not None
     assert (curve.x, curve.mean, curve.low, curve.high) == ((10,), (2,), (1,), (3,))
 
@@ -180,7 +180,7 @@ def test_panels_hold_the_mean_of_the_seeds():
     (updates,) = lines(figure, "x")
     assert (updates["x"], updates["y"]) == ([10, 20], [3, 1.5])
     (seconds,) = lines(figure, "x2")
-    assert (seconds["x"], seconds["y"]) == ([1, 2], [3, 1.75])
+    assert (seconds["x"], seconds["y"]) == ([1, 2.5], [3, 1.5])  # every step at its mean time
     assert set(figure.layout) >= {"xaxis", "xaxis2", "yaxis", "yaxis2"}
     assert "xaxis3" not in figure.layout  # no error: only the two of the loss
 
@@ -192,6 +192,25 @@ def test_error_is_in_percent_and_has_the_target():
     assert figure is not None
     assert lines(figure, "x3")[0]["y"] == [50, 20]
     assert [(shape["yref"], shape["y0"]) for shape in figure.layout["shapes"]] == [("y3", 25), ("y4", 25)]
+
+
+def test_errors_of_tests_alone_are_in_the_picture():
+    test = tuple(Point(step=step, seconds=float(step), loss=1.0, error=error) for step, error in ((1, 0.24), (2, 0.07)))
+    train = (Point(step=1, seconds=1.0, loss=2.0), Point(step=2, seconds=2.0, loss=1.0))  # a loss, and no error
+    one = Contender(name="SGD", runs=(Run(folder=Path("a"), name="a", test=test, train=train, reason="finished"),))
+    figure = figures.curves(of(one), verdict(measure=Measure(what="error"), target=0.07))
+    assert figure is not None
+    low, high = figure.layout["yaxis3"]["range"]
+    assert low < 7 < 24 < high
+
+
+def test_seeds_of_different_speed_are_one_line_against_the_clock():
+    fast, slow = (run(*((step, speed * step, 1 / step) for step in range(1, 9))) for speed in (1.0, 20.0))
+    figure = figures.curves(of(Contender(name="SGD", runs=(fast, slow))), verdict())
+    assert figure is not None
+    (line,) = lines(figure, "x2")
+    assert line["x"] == [10.5 * step for step in range(1, 9)]
+    assert not [trace for trace in figure.data if trace.get("marker", {}).get("symbol") == "x-thin"]
 
 
 def test_one_seed_has_no_band_and_train_is_dashed():
@@ -215,7 +234,7 @@ def test_a_run_that_did_not_finish_is_drawn_apart():
 
 def test_a_long_run_that_broke_off_is_thinned_and_keeps_its_end():
     line = [(float(step), None if step < 1000 else 1.0) for step in range(1, 1001)]
-    family = families.family_of([([(1.0, 1.0)], True), (line, False)], clock=False)
+    family = families.family_of([([(1.0, 1.0)], True), (line, False)])
     (thin,) = family.loose
     assert thin[-1] == (1000, 1)
     assert len(thin) <= 400
@@ -236,7 +255,7 @@ def test_a_run_that_explodes_does_not_flatten_the_others():
     wild = Contender(name="wild", runs=(run((1, 1.0, 2.0), (2, 2.0, 1e9)),))
     figure = figures.curves(of(calm, wild), verdict())
     assert figure is not None
-    assert figure.layout["yaxis"]["range"][1] == 6
+    assert figure.layout["yaxis"]["range"][1] == pytest.approx(6, rel=0.05)
 
 
 def test_the_pointer_finds_all_contenders_at_the_same_places():

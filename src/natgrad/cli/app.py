@@ -173,7 +173,15 @@ def compare(
     with errors_told():
         name, changes = _given(recipe, overrides, bf16=bf16, compile=compile, channels_last=channels_last)
         plan, folder = comparing.planned(
-            name, changes, specs=optimizers, trials=trials, seeds=seeds, target=target, out=out, resume=resume
+            name,
+            changes,
+            specs=optimizers,
+            trials=trials,
+            seeds=seeds,
+            target=target,
+            out=out,
+            resume=resume,
+            device=device,
         )
         try:
             stopped = comparing.run_comparison(plan, folder, device=device, console=console)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,7 @@ from natgrad.compare.history import Comparison
 from natgrad.compare.tuning import Sweep
 from natgrad.compare.verdict import Verdict, judge
 from natgrad.compare.worker import CRASHED, DIVERGED, REFUSED, Job, StoppedError, Worker
+from natgrad.training import ranks
 from natgrad.training.run import new_folder
 
 PAGE = "report.html"
@@ -56,17 +58,22 @@ def planned(
     target: str | None,
     out: Path | None,
     resume: bool,
+    device: str | None,
 ) -> tuple[Plan, Path]:
     """What is to be compared and where, written down there: a new comparison, or one that goes on."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ComparisonError("natgrad compare is one process, which starts others: leave out torchrun")
+    with ranks.started(device):
+        pass  # one that is not there is told before anything is written
     asked = {"specs": tuple(named(specs)) if specs else None, "trials": trials, "seeds": seeds}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if resume:
         folder = out or Path(recipe)
         if changes:
             raise ComparisonError(f"a comparison goes on with its own recipe: leave out {' '.join(changes)}")
-        plan = _checked(dataclasses.replace(load_plan(folder), **given), target)
+        before = load_plan(folder)
+        given["specs"] = tuple(dict.fromkeys((*before.specs, *given.get("specs", ()))))
+        plan = _checked(dataclasses.replace(before, **given), target)
         if out is not None and recipe != DEFAULT and recipes.label(recipe) != plan.title and Path(recipe) != out:
             raise ComparisonError(f"{folder} holds a comparison of {plan.title}: choose another --out for {recipe}")
         save_plan(plan, folder)
@@ -269,6 +276,7 @@ def _head(plan: Plan, folder: Path) -> Text:
 def write_page(path: Path, comparison: Comparison, verdict: Verdict, console: Console) -> bool:
     """Writes the page; where that fails the verdict still stands."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         page.write(path, comparison, verdict)
     except (page.PageError, OSError) as error:
         console.print(
@@ -298,13 +306,17 @@ def _table(verdict: Verdict, *, ranges: bool) -> Table:
     for row in verdict.rows:
         table.add_row(
             Text(row.name, "bold" if row.uses_kfac else ""),
-            _to_target(row, row.updates, lambda value: f"{value:,.0f}", ranges=ranges),
+            _to_target(row, row.updates, _count, ranges=ranges),
             _to_target(row, row.seconds, duration, ranges=ranges),
             _spread(row.best, verdict.measure.text, ranges=ranges),
             _spread(row.step_seconds, duration, ranges=False),
-            *([briefly(row.note)] if row.note else []),
+            *([shorten(briefly(row.note), 60, placeholder=" …")] if row.note else []),
         )
     return table
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _to_target(row: Row, spread: Spread | None, text: Callable[[float], str], *, ranges: bool) -> str:
@@ -327,6 +339,7 @@ def report(comparison: Comparison, *, out: Path, console: Console, target: str |
     if target is not None:
         goal = _target(target, measure_of(comparison.contenders))
         comparison = dataclasses.replace(comparison, target=goal)
+    out = out / PAGE if out.is_dir() else out
     verdict = judge(comparison)
     written = write_page(out, comparison, verdict, console)
     show(comparison, verdict, path=out.absolute() if written else None, console=console)

@@ -1,48 +1,92 @@
-"""What would change a verdict: where K-FAC's time goes, and what the sweep left open."""
+"""What would change a verdict: where K-FAC's time goes, what the sweep left open, and what is not to be trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from natgrad.compare.arrivals import Row, duration
+from natgrad.compare.arrivals import Race, Row, best_of, duration, measure_of
 from natgrad.compare.history import Comparison, Contender, mean_parts
 
 LARGE = 0.2
 """A part of K-FAC's step that is worth a word."""
+UNSTEADY = 2.0
+"""How much longer the steps of one run may be than those of another before the clock is doubted."""
+HARDLY = 0.9
+"""A run that ends above this part of what it began with has learned next to nothing."""
 
 _INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}  # KFAC's defaults
+_WORDS = {"lr": "learning rate"}
 
 
-def advise(comparison: Comparison, *, ours: Row | None, theirs: Row | None) -> tuple[str, ...]:
+def advise(comparison: Comparison, race: Race | None) -> tuple[str, ...]:
     """Lines to print under the verdict; none where there is nothing to say."""
-    lines = []
-    if ours is not None:
-        contender = next(one for one in comparison.contenders if one.name == ours.name)
-        if theirs is not None:
-            lines += _break_even(ours, theirs)
-        lines += _largest_part(contender)
-    for one in comparison.contenders:
-        lines += _edges(one)
+    lines = [line for one in comparison.contenders for line in _unsteady(one)]
+    if race is not None:
+        ours, theirs = (_contender(comparison, row) for row in (race.ours, race.theirs))
+        lines += [*_hardly_learned(theirs, comparison), *_more_seeds(race), *_break_even(race)]
+        lines += _largest_part(ours) if _is_cost(race) else _other_settings(race)
+    lines += [line for one in comparison.contenders for line in _edges(one)]
     return tuple(lines)
 
 
-def _break_even(ours: Row, theirs: Row) -> list[str]:
+def _contender(comparison: Comparison, row: Row) -> Contender:
+    return next(one for one in comparison.contenders if one.name == row.name)
+
+
+def _unsteady(contender: Contender) -> list[str]:
+    """Something else may have used the machine while some of the runs were at it."""
+    times = [run.step_seconds for run in contender.runs if run.step_seconds is not None and run.finished]
+    if len(times) < 2 or max(times) <= UNSTEADY * min(times):
+        return []
+    return [
+        f"{contender.name}'s step took {duration(min(times))} in one run and {duration(max(times))} in another: "
+        "something else was using this machine, and the times are not to be trusted."
+    ]
+
+
+def _hardly_learned(rival: Contender, comparison: Comparison) -> list[str]:
+    measure = measure_of(comparison.contenders)
+    began = [value for run in rival.runs for point in run.train[:1] if (value := measure.value(point)) is not None]
+    bests = [best for run in rival.runs if (best := best_of(run, measure)) is not None]
+    if not began or not bests or min(bests) <= HARDLY * max(began):
+        return []
+    return [
+        f"{rival.name} hardly learned at all ({measure.text(min(bests))} at best): to be where it is says little. More "
+        "settings (--trials) or a --target of your own would say more."
+    ]
+
+
+def _more_seeds(race: Race) -> list[str]:
+    if "tie" not in (race.by_updates, race.by_clock):
+        return []
+    return [
+        f"More seeds may tell what {len(race.ours.arrivals)} could not: --resume --seeds {2 * len(race.ours.arrivals)}."
+    ]
+
+
+def _is_cost(race: Race) -> bool:
+    """Whether a faster step would help: not where there are too many of them, or where none of them arrives."""
+    ours, theirs = race.ours.updates, race.theirs.updates
+    return ours is not None and (theirs is None or ours.mean <= theirs.mean)
+
+
+def _other_settings(race: Race) -> list[str]:
+    return [
+        f"It is not the time of its steps that holds {race.ours.name} back, but where they lead: more settings "
+        "(--trials), another kfac.kl_clip or another variant may change that."
+    ]
+
+
+def _break_even(race: Race) -> list[str]:
     """How fast K-FAC's updates would have to be, where they are fewer and take longer."""
+    ours, theirs = race.ours, race.theirs
     known = (ours.updates, ours.seconds, theirs.updates, theirs.seconds)
     updates, mine, others, its = (None if one is None else one.mean for one in known)
-    if not updates or not mine or not others or not its or mine <= its:
+    if not updates or not mine or not others or not its or mine <= its or updates >= others:
         return []
-    present, limit, floor = mine / updates, its / updates, its / others
-    if updates > others:
-        return [
-            f"No saving on {ours.name}'s step would change this: even at the {duration(floor)} of {theirs.name}'s it "
-            "would arrive later."
-        ]
-    if updates == others:
-        return []  # at best it would be a tie
     return [
-        f"By the clock {ours.name} would be first if its updates up to there took less than {duration(limit)} each: "
-        f"they take {duration(present)}, and {theirs.name}'s {duration(floor)}."
+        f"By the clock {ours.name} would be first if its updates up to there took less than {duration(its / updates)} "
+        f"each: they take {duration(mine / updates)}, and {theirs.name}'s {duration(its / others)}."
     ]
 
 
@@ -54,32 +98,37 @@ def _largest_part(contender: Contender) -> list[str]:
     name = max(own, key=lambda one: own[one], default=None)
     if name is None or own[name] < LARGE:
         return []
-    kfac: Mapping[str, object] = next((run.settings.get("kfac", {}) for run in contender.runs), {})
-    ways = {"statistics": _cheaper_statistics, "solve": _cheaper_solve, "precondition": _cheaper_products}[name](kfac)
+    kfac = next((run.settings["kfac"] for run in contender.runs if "kfac" in run.settings), None)
+    ways = _in_a_script(name) if kfac is None else _among_the_optimizers(name, kfac)
     takes = {"statistics": "statistics take", "solve": "decompositions take", "precondition": "preconditioning takes"}
     return [f"{takes[name].capitalize()} {100 * own[name]:.0f} % of {contender.name}'s step: try {', or '.join(ways)}."]
 
 
-def _cheaper_statistics(kfac: Mapping[str, object]) -> list[str]:
-    reduce = [] if kfac.get("sharing") == "reduce" else ["kfac-reduce among the --optimizers"]
-    return [*reduce, _twice("factor_update_steps", "factor_update_epochs", kfac)]
+def _among_the_optimizers(part: str, kfac: Mapping[str, object]) -> list[str]:
+    """As ``natgrad compare --optimizers`` takes them."""
+    variant = {"statistics": ("sharing", "reduce")}.get(part, ("solver", "inverse"))
+    ways = [] if kfac.get(variant[0]) == variant[1] else [f"kfac-{variant[1]}"]
+    if part == "precondition":
+        ways = [f"{way} among the --optimizers" for way in ways]
+        return [*ways, "a larger training.batch, for which it costs no more"]
+    interval = {"statistics": "factor_update", "solve": "inv_update"}[part]
+    return [*ways, f"kfac+kfac.{_twice(interval, kfac)} among the --optimizers"]
 
 
-def _cheaper_solve(kfac: Mapping[str, object]) -> list[str]:
-    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse among the --optimizers"]
-    return [*inverse, _twice("inv_update_steps", "inv_update_epochs", kfac)]
+def _in_a_script(part: str) -> list[str]:
+    """As `natgrad.KFAC` takes them."""
+    return {
+        "statistics": ['sharing="reduce"', "a larger factor_update_steps"],
+        "solve": ['solver="inverse"', "a larger inv_update_steps"],
+        "precondition": ['solver="inverse"', "a larger batch, for which it costs no more"],
+    }[part]
 
 
-def _cheaper_products(kfac: Mapping[str, object]) -> list[str]:
-    inverse = [] if kfac.get("solver") == "inverse" else ["kfac-inverse among the --optimizers"]
-    return [*inverse, "a larger training.batch, for which it costs no more"]
-
-
-def _twice(steps: str, epochs: str, kfac: Mapping[str, object]) -> str:
-    if isinstance(now := kfac.get(epochs), int | float):
-        return f"kfac.{epochs}={2 * now:g} (now {now:g})"
-    now = kfac.get(steps, _INTERVALS[steps])
-    return f"kfac.{steps}={2 * now} (now {now})" if isinstance(now, int) else f"a larger kfac.{steps}"
+def _twice(interval: str, kfac: Mapping[str, object]) -> str:
+    if isinstance(now := kfac.get(f"{interval}_epochs"), int | float):
+        return f"{interval}_epochs={2 * now:g}"
+    now = kfac.get(f"{interval}_steps")
+    return f"{interval}_steps={2 * (now if isinstance(now, int) else _INTERVALS[f'{interval}_steps'])}"
 
 
 def _edges(contender: Contender) -> list[str]:
@@ -94,6 +143,3 @@ def _edges(contender: Contender) -> list[str]:
                 "may lie beyond."
             )
     return lines
-
-
-_WORDS = {"lr": "learning rate"}

@@ -122,11 +122,14 @@ def arrival(run: Run, measure: Measure, target: float) -> Arrival | None:
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be reached; `whose` it is and `how` many of its seeds reached it, empty where it was given."""
+    """What is to be reached; `whose` it is, `how` many of its seeds reached it and what `kind` of contender it is, all
+    empty where it was given.
+    """
 
     value: float | None
     whose: str = ""
     how: str = ""
+    kind: str = ""
 
 
 def natural_target(contenders: Sequence[Contender], measure: Measure) -> Target:
@@ -136,16 +139,22 @@ def natural_target(contenders: Sequence[Contender], measure: Measure) -> Target:
     still going. What diverged or crashed sets no target.
     """
     plain = [one for one in contenders if not one.uses_kfac]
-    candidates = []
-    for one in plain or contenders:
-        finished = [run for run in one.runs if run.finished]
-        runs = finished or [run for run in one.runs if run.open]
-        bests = [best for run in runs if (best := best_of(run, measure)) is not None]
-        if bests:
-            rank = 0 if len(finished) == len(one.runs) else 1 if finished else 2
-            words = ("with every seed", f"with {len(bests)} of its {len(one.runs)} seeds", "so far")[rank]
-            candidates.append((rank, sum(bests) / len(bests), Target(max(bests), one.name, words)))
+    candidates = [found for one in plain if (found := _set_by(one, measure)) is not None]
+    candidates = candidates or [found for one in contenders if (found := _set_by(one, measure)) is not None]
     return min(candidates, key=lambda one: one[:2])[-1] if candidates else Target(None)
+
+
+def _set_by(contender: Contender, measure: Measure) -> tuple[int, float, Target] | None:
+    """The target that a contender would set, and what it is ranked by: the mean of what its seeds reached."""
+    finished = [run for run in contender.runs if run.finished]
+    runs = finished or [run for run in contender.runs if run.open]
+    bests = [best for run in runs if (best := best_of(run, measure)) is not None]
+    if not bests:
+        return None
+    rank = 0 if len(finished) == len(contender.runs) else 1 if finished else 2
+    words = ("with every seed", f"with {len(bests)} of its {len(contender.runs)} seeds", "so far")[rank]
+    kind = "the best there is" if contender.uses_kfac else "the best without K-FAC"
+    return rank, sum(bests) / len(bests), Target(max(bests), contender.name, words, kind)
 
 
 def row_of(contender: Contender, measure: Measure, target: float | None) -> Row:
@@ -268,6 +277,30 @@ def fastest(rows: Iterable[Row]) -> Row | None:
         return mean, -came, math.inf if row.best is None else row.best.mean
 
     return min((row for row in rows if row.arrivals), key=key, default=None)
+
+
+@dataclass(frozen=True)
+class Race:
+    """K-FAC against its fastest rival, and who was first by updates and by the clock.
+
+    Each was picked from its kind, and the best of many is good by chance more often: so its chances are divided by how
+    many there were.
+    """
+
+    ours: Row
+    theirs: Row
+    by_updates: Order
+    by_clock: Order
+    chances: tuple[float, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], ours: Row, theirs: Row) -> Race:
+        """With the chances that the number of contenders leaves."""
+        with_kfac = sum(row.uses_kfac and bool(row.arrivals) for row in rows)
+        without = sum(not row.uses_kfac and bool(row.arrivals) for row in rows)
+        chances = (CHANCE / max(1, with_kfac), CHANCE / max(1, without))
+        by_updates = order(steps_to(ours), steps_to(theirs), chances=chances)
+        return cls(ours, theirs, by_updates, order(seconds_to(ours), seconds_to(theirs), chances=chances), chances)
 
 
 def duration(seconds: float) -> str:

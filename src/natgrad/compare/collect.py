@@ -43,7 +43,7 @@ def _places(path: Path) -> list[Path]:
     """A folder that holds a comparison or a run, or those inside it that do."""
     path = path.resolve()
     if not path.is_dir():
-        raise HistoryError(f"there is no folder {path}")
+        raise HistoryError(f"{path} is a file: name its folder" if path.exists() else f"there is no folder {path}")
     for inner in ([path], sorted(path.iterdir())):
         if there := [one for one in inner if (one / FILE).is_file() or is_run(one)]:
             return there

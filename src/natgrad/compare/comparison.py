@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,9 +72,10 @@ class Plan:
         """Runs, all together."""
         return (sum(rung.settings for rung in self.ladder) + self.seeds) * len(self.entries)
 
-    def settings(self, entry: Entry) -> list[dict[str, float]]:
-        """What a contender's sweep tries."""
-        return design(entry.centre(), self.trials)
+    def sweep(self, entry: Entry, outcome: Callable[[int, int, Mapping[str, float]], Outcome | None]) -> Sweep:
+        """A contender's; one whose settings are all fixed has none."""
+        centre = entry.centre()
+        return sweep(design(centre, self.trials), self.ladder, outcome) if centre else sweep([{}], [], outcome)
 
     def trial(self, folder: Path, entry: Entry, index: int, level: int, settings: Mapping[str, float]) -> Job:
         """A run of the sweep: a whole, short training."""
@@ -84,7 +85,7 @@ class Plan:
         return Job(
             kind=entry.slug,
             title=self.title,
-            label=f"{entry.name}: {words}, {rung.epochs} epoch{'' if rung.epochs == 1 else 's'}",
+            label=f"{entry.name}: {words}, {_counted(rung.epochs, 'epoch')}",
             folder=folder / entry.slug / "tuning" / f"epochs-{rung.epochs}" / f"{index + 1:02d}",
             recipe=_keeping_one(recipe),
             tuning=True,
@@ -103,25 +104,30 @@ class Plan:
             kind=entry.slug,
             title=self.title,
             label=f"{entry.name}: seed {seed}",
-            folder=folder / entry.slug / f"{_as_name(settings)}-seed-{seed}",
+            folder=folder / entry.slug / _as_name({**settings, "seed": seed}),
             recipe=_keeping_one(dataclasses.replace(recipe, training=training)),
         )
 
     def said(self) -> str:
         """The budget, in words."""
         epochs, seeds = self.recipe.training.epochs, self.seeds
-        finals = f"{seeds} seed{'s' if seeds > 1 else ''} of {epochs} epochs each"
+        finals = f"{_counted(seeds, 'seed')} of {_counted(epochs, 'epoch')} each"
         alike = "Initial weights and the order of the data are the same for all, seed by seed, and runs took turns."
         if not self.ladder:
             return f"Nothing was tuned: every contender ran as the recipe has it, {finals}. {alike}"
-        climb = ", ".join(f"{rung.settings} for {rung.epochs}" for rung in self.ladder)
+        climb = ", ".join(f"{rung.settings} for {_counted(rung.epochs, 'epoch')}" for rung in self.ladder)
+        budget = full_runs(self.ladder, epochs)
         swept = any("damping" in entry.centre() for entry in self.entries)
         damping = ", with K-FAC together with the damping" if swept else ""
         return (
             f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by the "
-            f"{self.score} of test cases in successive halving ({climb} epochs), as much as "
-            f"{full_runs(self.ladder, epochs):.2g} whole trainings; then {finals}, on other seeds. {alike}"
+            f"{self.score} of test cases in successive halving ({climb}), as much as {budget:.2g} whole "
+            f"training{'' if budget == 1 else 's'}; then {finals}, on other seeds. {alike}"
         )
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _as_name(settings: Mapping[str, float]) -> str:
@@ -198,8 +204,8 @@ def load_plan(folder: Path) -> Plan:
             target=table["target"],
         )
         assert plan.entries
-    except FileNotFoundError:
-        raise ComparisonError(f"there is no comparison in {folder}: it would hold a {FILE}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ComparisonError(f"there is no comparison in {folder}: a folder that holds one has a {FILE}") from None
     except OSError as error:
         raise ComparisonError(f"{folder / FILE} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -258,7 +264,7 @@ class _Comparing:
         def outcome(index: int, level: int, settings: Mapping[str, float]) -> Outcome:
             return self._outcome(plan.trial(self._folder, entry, index, level, settings))
 
-        found = sweep(plan.settings(entry), plan.ladder, outcome)
+        found = plan.sweep(entry, outcome)
         self._watcher.chosen(entry, found)
         if found.settings is None:
             self._watcher.warned(f"{entry.name} is left out: {_why_none(found)}")
@@ -286,10 +292,11 @@ class _Comparing:
 
 
 def _why_none(found: Sweep) -> str:
-    if not found.complete:
+    notes = [trial.note for trial in found.trials if trial.note]
+    refused = [note for note in notes if note.startswith(REFUSED)]  # one of them ends the sweep
+    if not found.complete and not refused:
         return "its sweep is not at its end"
-    notes = [briefly(trial.note) for trial in found.trials if trial.note]
-    alike = notes[0] if len(set(notes)) == 1 else f"{notes[0]}, and others"
+    alike = briefly((refused or notes)[0]) + (", and others" if len(set(notes)) > 1 and not refused else "")
     return f"no setting could be trained ({alike})"
 
 
@@ -341,7 +348,7 @@ def _contender(plan: Plan, folder: Path, entry: Entry) -> Contender:
     def outcome(index: int, level: int, settings: Mapping[str, float]) -> Outcome | None:
         return outcome_of(plan.trial(folder, entry, index, level, settings).folder)
 
-    found = sweep(plan.settings(entry), plan.ladder, outcome)
+    found = plan.sweep(entry, outcome)
     runs: tuple[Run, ...] = ()
     if found.settings is not None:
         runs = tuple(_runs(plan, folder, entry, found.settings))

@@ -55,12 +55,15 @@ def named(texts: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender before anything has run. `name` is for people, `slug` for folders, `spec` what was asked for."""
+    """A contender before anything has run. `name` is for people, `slug` for folders, `spec` what was asked for; the
+    fields that it names itself are `fixed`.
+    """
 
     spec: str
     name: str
     slug: str
     recipe: Recipe
+    fixed: frozenset[str] = frozenset()
 
     @property
     def uses_kfac(self) -> bool:
@@ -68,10 +71,14 @@ class Entry:
         return self.recipe.kfac.enabled
 
     def centre(self) -> dict[str, float]:
-        """The settings that a sweep searches around: the learning rate, and K-FAC's damping unless it adapts."""
-        settings = {"lr": first_value(self.recipe.optimizer.lr)}
+        """The settings that a sweep searches around: the learning rate, and K-FAC's damping unless it adapts; without
+        those that are fixed.
+        """
+        settings = {}
+        if "optimizer.lr" not in self.fixed:
+            settings["lr"] = first_value(self.recipe.optimizer.lr)
         damping = self.recipe.kfac.damping
-        if self.uses_kfac and damping != "adaptive":
+        if self.uses_kfac and damping != "adaptive" and "kfac.damping" not in self.fixed:
             settings["damping"] = first_value(_default_damping() if damping is None else damping)
         return settings
 
@@ -117,7 +124,8 @@ def _entry(recipe: Recipe, spec: str, *, taken: set[str]) -> Entry:
     slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec).strip("-.")[:80]
     while slug in taken:
         slug += "-again"
-    return Entry(spec, _name(base, changes, recipe), slug, made)
+    fields = frozenset(change.partition("=")[0].strip() for change in changes)
+    return Entry(spec, _name(base, changes, recipe), slug, made, fields)
 
 
 def _overrides(recipe: Recipe, base: str) -> list[str]:
@@ -189,15 +197,17 @@ def _refuse_muon_without_matrices(recipe: Recipe) -> None:
 
 
 def _name(base: str, changes: list[str], recipe: Recipe) -> str:
+    """``K-FAC (reduce, damping=0.01)``."""
+    words: list[str] = []
+    name = label(base, uses_kfac=False)
     if base == "kfac" or base.startswith("kfac-"):
         words = base.split("-")[1:]
-        last = [word for word in words if VARIANTS[word] == "optimizer.name"]
-        optimizer = last[0] if last else recipe.optimizer.name
-        own = [word for word in words if word not in last]
-        name = ", ".join([label(optimizer, uses_kfac=True), *own])
-    else:
-        name = label(base, uses_kfac=False)
-    return ", ".join([name, *(change.strip() for change in changes)])
+        optimizer = next((word for word in words if VARIANTS[word] == "optimizer.name"), recipe.optimizer.name)
+        name = label(optimizer, uses_kfac=True)
+        words = [word for word in words if VARIANTS[word] != "optimizer.name"]
+    fields = [re.sub(r"^(kfac|optimizer|training|model)\.", "", change.strip()) for change in changes]
+    more = ", ".join([*words, *fields])
+    return f"{name} ({more})" if more else name
 
 
 def first_value(value: Any) -> float:

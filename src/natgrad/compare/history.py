@@ -92,6 +92,9 @@ class Run:
         return self.seconds / self.steps if self.steps and self.seconds > 0 else None
 
 
+_OF_KFAC = ("predicted_kl", "clip_factor", "damping")
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run."""
     return (folder / METRICS).is_file()
@@ -122,7 +125,7 @@ def read(folder: Path, *, name: str | None = None, seed: int | None = None) -> R
         train=tuple(_point(line, line.get("seconds")) for line in train),
         test=tuple(_point(line, _trained(line, train)) for line in lines if line["kind"] == "test"),
         parts=_mean_parts(train),
-        readings=tuple(_reading(line) for line in train),
+        readings=tuple(_reading(line) for line in train if any(line.get(name) is not None for name in _OF_KFAC)),
         layers=tuple(layer for line in lines if line["kind"] == "layers" for layer in _layers(line)),
         coverage=tuple(next((_rows(line, "rows") for line in lines if line["kind"] == "coverage"), ())),
         reason=str(end.get("reason", UNFINISHED)) if end.get("kind") == "end" else UNFINISHED,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from natgrad.compare.advice import advise
 from natgrad.compare.arrivals import (
-    CHANCE,
     Measure,
-    Order,
+    Race,
     Row,
     Target,
     clear_first,
@@ -45,10 +44,10 @@ def judge(comparison: Comparison) -> Verdict:
     measure = measure_of(comparison.contenders)
     target = natural_target(comparison.contenders, measure) if comparison.target is None else Target(comparison.target)
     rows = tuple(row_of(one, measure, target.value) for one in comparison.contenders)
-    sentence, ours, theirs = _sentence(rows, measure, target)
+    sentence, race = _sentence(rows, measure, target)
     return Verdict(
         sentence=sentence,
-        advice=advise(comparison, ours=ours, theirs=theirs),
+        advice=advise(comparison, race),
         measure=measure,
         target=target.value,
         target_says=_target_in_words(measure, target, _looks_every(comparison, measure)),
@@ -66,7 +65,7 @@ def _looks_every(comparison: Comparison, measure: Measure) -> int:
 def _target_in_words(measure: Measure, target: Target, every: int) -> str:
     if target.value is None:
         return "There is no target: nothing was measured."
-    whose = f"which {target.whose}, the best without K-FAC, reached {target.how}" if target.whose else "as given"
+    whose = f"which {target.whose}, {target.kind}, reached {target.how}" if target.whose else "as given"
     look = "test" if measure.of == "test" else "line"
     looks = f"; there was one every {every:,} updates" if every > 1 else ""
     return (
@@ -75,43 +74,19 @@ def _target_in_words(measure: Measure, target: Target, every: int) -> str:
     )
 
 
-def _sentence(rows: Sequence[Row], measure: Measure, target: Target) -> tuple[str, Row | None, Row | None]:
-    """The verdict, the row of K-FAC that it speaks of, and that of its best rival."""
+def _sentence(rows: Sequence[Row], measure: Measure, target: Target) -> tuple[str, Race | None]:
+    """The verdict, and the race that it speaks of, if there is one."""
     ours = fastest(row for row in rows if row.uses_kfac)
     theirs = fastest(row for row in rows if not row.uses_kfac)
     if target.value is None or (ours is None and theirs is None):
-        return "No verdict: no run measured anything.", ours, theirs
+        return "No verdict: no run came to its end with a number.", None
     goal = f"{measure.text(target.value)} {measure.name}"
     if ours is None or theirs is None:
-        return _only_one_kind(rows, goal, with_kfac=ours is not None), ours, theirs
+        return _only_one_kind(rows, goal, with_kfac=ours is not None), None
     race = Race.of(rows, ours, theirs)
     whose = f", what {target.whose} reaches {target.how}" if target.whose else ""
     text = f"{_opening(race)}: {_arrivals(race, goal, whose, measure)}{_one_seed(ours, theirs)}."
-    return text, ours, theirs
-
-
-@dataclass(frozen=True)
-class Race:
-    """K-FAC against its fastest rival, and who was first by updates and by the clock.
-
-    Each was picked from its kind, and the best of many is good by chance more often: so its chances are divided by how
-    many there were.
-    """
-
-    ours: Row
-    theirs: Row
-    by_updates: Order
-    by_clock: Order
-    chances: tuple[float, float]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], ours: Row, theirs: Row) -> Race:
-        """With the chances that the number of contenders leaves."""
-        with_kfac = sum(row.uses_kfac and bool(row.arrivals) for row in rows)
-        without = sum(not row.uses_kfac and bool(row.arrivals) for row in rows)
-        chances = (CHANCE / max(1, with_kfac), CHANCE / max(1, without))
-        by_updates = order(steps_to(ours), steps_to(theirs), chances=chances)
-        return cls(ours, theirs, by_updates, order(seconds_to(ours), seconds_to(theirs), chances=chances), chances)
+    return text, race
 
 
 def _opening(race: Race) -> str:
@@ -145,16 +120,19 @@ def _arrivals(race: Race, goal: str, whose: str, measure: Measure) -> str:
     )
     return (
         f"to {goal}{whose}, {ours.name} takes {_where(ours)}, and {theirs.name}, the fastest without it, "
-        f"{_where(theirs)}: {ratios}{_overlap(race.by_updates, race.by_clock)}{_ends_better(race, measure)}"
+        f"{_where(theirs)}: {ratios}{_overlap(race)}{_ends_better(race, measure)}"
     )
 
 
-def _overlap(by_updates: Order, by_clock: Order) -> str:
-    """What of the ratios is not to be trusted."""
-    ties = [name for name, who in (("updates", by_updates), ("time", by_clock)) if who == "tie"]
+def _overlap(race: Race) -> str:
+    """Which of the two differences are not to be trusted."""
+    ours, theirs = race.ours, race.theirs
+    pairs = (("updates", race.by_updates, steps_to), ("time", race.by_clock, seconds_to))
+    ties = [name for name, who, values in pairs if who == "tie" and sorted(values(ours)) != sorted(values(theirs))]
     if not ties:
         return ""
-    return f", but the seeds overlap too much in {'both' if len(ties) == 2 else ties[0]} to tell"
+    which = "both are" if len(ties) == 2 else f"the {ties[0]} {'are' if ties[0] == 'updates' else 'is'}"
+    return f" ({which} within what chance does with so few seeds)"
 
 
 def _ends_better(race: Race, measure: Measure) -> str:
@@ -171,7 +149,12 @@ def _ends_better(race: Race, measure: Measure) -> str:
 def _where(row: Row) -> str:
     assert row.updates is not None
     assert row.seconds is not None
-    return f"{row.updates.mean:,.0f} updates and {duration(row.seconds.mean)}"
+    return f"{_updates(row.updates.mean)} and {duration(row.seconds.mean)}"
+
+
+def _updates(mean: float) -> str:
+    number = f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:.3g}"
+    return f"{number} update{'' if number == '1' else 's'}"
 
 
 def _came(row: Row, measure: Measure) -> str:
@@ -204,12 +187,12 @@ def _one_seed(ours: Row, theirs: Row) -> str:
 
 def _only_one_kind(rows: Sequence[Row], goal: str, *, with_kfac: bool) -> str:
     """A ranking: there is nothing, or nothing else, that has K-FAC."""
-    why = f"No verdict on K-FAC, with {'only runs' if with_kfac else 'no run'} with K-FAC"
+    why = "No verdict: everybody here has K-FAC" if with_kfac else "No verdict: nobody here has K-FAC"
     there = [row for row in rows if row.arrivals]
     if len(there) == 1 and there[0].seconds is not None:
-        return f"{why}: {there[0].name} reaches {goal} after {_where(there[0])}."
+        return f"{why}; {there[0].name} reaches {goal} after {_where(there[0])}."
     first = clear_first([seconds_to(row) for row in there])
     if first is not None and there[first].seconds is not None:
-        return f"{why}: {there[first].name} is the first at {goal}, after {_where(there[first])}."
+        return f"{why}; {there[first].name} is the first at {goal}, after {_where(there[first])}."
     arrived = any(one is not None for row in there for one in row.arrivals)
-    return f"{why}: nobody is clearly the first at {goal}." if arrived else f"{why}: nobody reached {goal}."
+    return f"{why}; nobody is clearly the first at {goal}." if arrived else f"{why}; nobody reached {goal}."

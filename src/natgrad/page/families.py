@@ -46,14 +46,23 @@ class Family:
         return [x for x, _ in self.loose[0]] if len(self.loose) == 1 else []
 
 
-def family_of(lines: Sequence[tuple[Line, bool]], *, clock: bool) -> Family:
-    """Of lines, each with whether its run came to the end. Where none did, all of them count for the mean."""
-    kept = [(cleaned, finished) for line, finished in lines if (cleaned := series.cleaned(line))]
-    whole = [line for line, finished in kept if finished] or [line for line, _ in kept]
-    curve = (series.by_clock if clock else series.by_step)(whole)
-    loose = [line for line, _ in kept if curve is None or not any(line is one for one in whole)]
+def family_of(lines: Sequence[tuple[Line, bool]], *, clocks: Sequence[Line] | None = None) -> Family:
+    """Of lines over steps, each with whether its run came to the end; where none did, all of them count for the mean.
+
+    With `clocks`, the seconds of each line's steps, it is drawn against those.
+    """
+    times = [series.cleaned(clock) for clock in clocks] if clocks is not None else [[] for _ in lines]
+    kept = [(series.cleaned(line), finished, clock) for (line, finished), clock in zip(lines, times, strict=True)]
+    kept = [one for one in kept if one[0]]
+    whole = [one for one in kept if one[1]] or kept
+    curve = series.by_step([line for line, _, _ in whole])
+    loose = [one for one in kept if curve is None or not any(one is other for other in whole)]
+    drawn = [[(series.at(clock, x) if clocks is not None else x, y) for x, y in line] for line, _, clock in loose]
+    if curve is not None and clocks is not None:
+        curve = series.timed(curve, [clock for _, _, clock in whole])
+    placed = [[(x, y) for x, y in line if x is not None] for line in drawn]
     return Family(
-        curve=curve, loose=tuple(line for line in map(_thinned, loose) if any(y is not None for _, y in line))
+        curve=curve, loose=tuple(line for line in map(_thinned, placed) if any(y is not None for _, y in line))
     )
 
 

@@ -113,13 +113,14 @@ def time_unit(longest: float) -> tuple[str, float]:
 
 
 def _family(contender: Contender, of: str, what: str, clock: bool, scale: float) -> Family:
-    lines = []
+    lines: list[tuple[list[tuple[float, float | None]], bool]] = []
+    clocks: list[list[tuple[float, float | None]]] = []
     for run in contender.runs:
         points = run.test if of == "test" else run.train
         if any(_value(point, what) is not None for point in points):
-            line = [(point.seconds / scale if clock else float(point.step), _value(point, what)) for point in points]
-            lines.append((line, run.finished))
-    return family_of(lines, clock=clock)
+            lines.append(([(float(point.step), _value(point, what)) for point in points], run.finished))
+            clocks.append([(float(point.step), point.seconds / scale) for point in points])
+    return family_of(lines, clocks=clocks if clock else None)
 
 
 def _answers(families: Sequence[Mapping[str, Family]], styles: Sequence[Look], what: str) -> list[dict[str, Any]]:
@@ -159,7 +160,10 @@ def _curves_caption(comparison: Comparison, verdict: Verdict) -> str:
     seeds = {sum(run.finished for run in contender.runs) for contender in comparison.contenders} - {0}
     if any(count > 1 for count in seeds):
         many = str(next(iter(seeds))) if len(seeds) == 1 else "the finished"
-        words.append(f"Lines are means over {many} seeds, the shade goes from the smallest to the largest.")
+        words.append(
+            f"Lines are means over {many} seeds, the shade goes from the smallest to the largest; against the clock "
+            "every step stands at its mean time."
+        )
     if any(run.finished for run in runs) and not all(run.finished for run in runs):
         words.append("A thin line with a cross at its end is a run that did not finish; it is not in the mean.")
     if verdict.target is not None:
@@ -215,15 +219,14 @@ def _vertical(values: Sequence[float], starts: Sequence[float], *, floor: float 
     if not values:
         return {}
     lowest, highest = min(values), max(values)
-    if lowest < 0:
-        return {}
     top = min(highest, 3 * max(starts)) if starts and max(starts) > 0 else highest
     positive = [value for value in values if 0 < value <= top and value >= floor]
-    if positive and max(positive) > 10 * min(positive):
+    if lowest >= 0 and positive and max(positive) > 10 * min(positive):
         low, high = math.log10(min(positive)), math.log10(max(positive))
         room = 0.04 * (high - low)
         return {**log_axis(low - room, high + room), "autorange": False}
-    return {"range": [to_six(lowest - 0.04 * (top - lowest)), to_six(top)], "autorange": False} if top < highest else {}
+    room = 0.04 * ((top - lowest) or abs(top) or 1.0)
+    return {"range": [to_six(lowest - room), to_six(top + room)], "autorange": False}
 
 
 def step_time(comparison: Comparison) -> Figure | None:

@@ -51,7 +51,7 @@ def readings(comparison: Comparison) -> Figure | None:
                 if any(value(one) is not None for one in run.readings)
             ]
             if lines:
-                everyone.append((family_of(lines, clock=False), look))
+                everyone.append((family_of(lines), look))
         values = [y for one, _ in everyone for y in one.values()]
         if values and (key == "predicted_kl" or max(values) > 1.001 * min(values)):
             shown.append((title, everyone, values))

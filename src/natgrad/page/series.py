@@ -26,30 +26,46 @@ class Curve:
 
 
 def by_step(lines: Sequence[Line], *, points: int = POINTS) -> Curve | None:
-    """At the steps that all seeds have. Where those are few, as for the clock."""
+    """At the steps that all seeds have; where those are few, at all between."""
     lines = [line for line in map(cleaned, lines) if line]
     if not lines:
         return None
     common = set.intersection(*({x for x, _ in line} for line in lines))
     if 2 * len(common) < max(len(line) for line in lines):
-        return by_clock(lines, points=points)
+        return between(lines, points=points)
     return _over(lines, thinned(sorted(common), points))
 
 
-def by_clock(lines: Sequence[Line], *, points: int = POINTS) -> Curve | None:
-    """At the moments of any seed, the others interpolated: from where the last begins to where the first ends.
+def between(lines: Sequence[Line], *, points: int = POINTS) -> Curve | None:
+    """At the steps of any seed, the others interpolated: from where the last begins to where the first ends.
 
-    None where they have no moment in common.
+    None where they have none in common.
     """
     lines = [line for line in map(cleaned, lines) if line]
     if not lines:
         return None
-    if all(len(line) == 1 for line in lines):  # one evaluation each, a moment apart
+    if all(len(line) == 1 for line in lines):  # one evaluation each
         middle = sum(line[0][0] for line in lines) / len(lines)
         return _over([[(middle, line[0][1])] for line in lines], [middle])
     first, last = max(line[0][0] for line in lines), min(line[-1][0] for line in lines)
     grid = sorted({x for line in lines for x, _ in line if first <= x <= last})
     return _over(lines, thinned(grid, points)) if grid else None
+
+
+def timed(curve: Curve, clocks: Sequence[Line]) -> Curve:
+    """A curve over steps against the clock: every step at the mean of the moments at which the seeds took it.
+
+    Nothing is lost where one seed was slower than another, as it would be at equal moments.
+    """
+    moments = [[moment for clock in clocks if (moment := at(clock, x)) is not None] for x in curve.x]
+    kept = [index for index, all_of_them in enumerate(moments) if all_of_them]
+    return Curve(
+        x=tuple(sum(moments[index]) / len(moments[index]) for index in kept),
+        mean=tuple(curve.mean[index] for index in kept),
+        low=tuple(curve.low[index] for index in kept),
+        high=tuple(curve.high[index] for index in kept),
+        seeds=curve.seeds,
+    )
 
 
 def at(line: Line, x: float) -> float | None:

@@ -37,6 +37,7 @@ def sweep(comparison: Comparison) -> Figure | None:
         if score is not None and math.isfinite(score)
     ]  # fmt: skip
     vertical, top = _sweep_vertical(scores)
+    measured = "test error (%)" if comparison.score == "error" else "test loss"
     layout = base_layout(hovermode="closest")
     data: list[dict[str, Any]] = []
     for panel, (contender, look) in enumerate(tuned, start=1):
@@ -49,7 +50,8 @@ def sweep(comparison: Comparison) -> Figure | None:
             **_rate_axis(places, named=rate is not None),
         )  # fmt: skip
         same = {"matches": "y"} if panel > 1 else {}
-        layout[axis_key("y", panel)] = axis_style("", anchor=anchors["xaxis"], **vertical, **same)
+        side = measured if panel == 1 else ""
+        layout[axis_key("y", panel)] = axis_style(side, anchor=anchors["xaxis"], **vertical, **same)
         name_panel(layout, panel, look.name)
     columns = 2 if len(tuned) in (2, 4) else min(3, len(tuned))
     rows = math.ceil(len(tuned) / columns)
@@ -58,7 +60,6 @@ def sweep(comparison: Comparison) -> Figure | None:
     narrow: dict[str, Any] = {}
     place_narrow(narrow, panel_grid(len(tuned), 1, height=narrow_height))
     count = sum(len(contender.trials) for contender, _ in tuned)
-    measured = "test error in percent" if comparison.score == "error" else "test loss"
     caption = (
         f"Up: the {measured}, lower is better. Every mark is one setting. Small open marks: early rungs; filled: the "
         "last rung that the setting reached; ring: chosen; cross at the top: diverged or crashed."
@@ -98,7 +99,11 @@ def _rate_axis(places: Sequence[float], *, named: bool) -> dict[str, Any]:
         return {}
     low, high = math.log10(min(places)), math.log10(max(places))
     room = max(0.12, 0.08 * (high - low))
-    return {**log_axis(low - room, high + room), **({"dtick": 1} if high - low > 1.2 else {"nticks": 4})}
+    if high - low > 1.2:
+        return {**log_axis(low - room, high + room), "dtick": 1}
+    few = sorted(set(places))
+    few = few if len(few) <= 3 else [few[0], few[len(few) // 2], few[-1]]
+    return {**log_axis(low - room, high + room), "tickvals": few, "ticktext": [setting(one) for one in few]}
 
 
 def _sweep_vertical(scores: Sequence[float]) -> tuple[dict[str, Any], float]:

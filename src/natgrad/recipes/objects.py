@@ -136,7 +136,9 @@ def imported(path: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the file does
-        raise RecipeError(f"{what}={path!r} cannot be imported: {error}") from error
+        hint = " (modules are looked for in the folder that natgrad is started in, too)"
+        missing = hint if isinstance(error, ModuleNotFoundError) else ""
+        raise RecipeError(f"{what}={path!r} cannot be imported: {error}{missing}") from error
 
 
 def build_model(options: ModelOptions, *, classes: int | None = None, context: int | None = None) -> nn.Module:
