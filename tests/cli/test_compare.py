@@ -81,7 +81,7 @@ def test_a_comparison_goes_on_with_another_seed_and_keeps_its_target(compared, t
         (["compare", "digits-autoencoder", "--target", "5%"], "which has no percent"),
         (["compare", "digits", "--optimizers", "muon"], "Muon is for the matrices"),
         (["compare", "nowhere", "--resume"], "there is no comparison in nowhere"),
-        (["report", "nowhere"], "there is no folder nowhere"),
+        (["report", "nowhere"], "there is no folder"),
         (["compare", "digits", "--trials", "0"], "trials"),
         (["compare", "digits", "--device", "gpu"], "is not a device"),
     ],
