@@ -4,6 +4,7 @@ which the page replaces by those of its light or dark scheme.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,14 @@ def to_six(value: float) -> float:
 
 
 def log_axis(low: float, high: float) -> dict[str, Any]:
-    """Plain numbers; powers of ten only where those would be long."""
-    plain = {"tickformat": "~g"} if low > -5 and high < 6 else {}
-    return {"type": "log", "range": [to_six(low), to_six(high)], **plain}
+    """From 10^low to 10^high. Plain numbers, and not so many that they run into each other; powers of ten only where
+    plain ones would be long.
+    """
+    axis = {"type": "log", "range": [to_six(low), to_six(high)]}
+    if high - low <= 3:
+        steps = (1, 2, 5) if high - low <= 2 else (1,)
+        ticks = [to_six(step * 10.0**power) for power in range(math.floor(low), math.ceil(high)) for step in steps]
+        shown = [tick for tick in ticks if low <= math.log10(tick) <= high]
+        if len(shown) >= 2:
+            return {**axis, "tickvals": shown, "tickformat": "~g"}
+    return {**axis, "tickformat": "~g"} if low > -5 and high < 6 else axis
