@@ -25,7 +25,7 @@ from natgrad.page.drawing import (
     pointed_axis,
     rounded,
 )
-from natgrad.page.families import above_zero, answer, family_of, family_traces
+from natgrad.page.families import Family, above_zero, answer, family_of, family_traces
 from natgrad.page.words import grouped, in_figure, number, power, shortened
 
 LAYERS_SAY = (
@@ -37,6 +37,11 @@ _QUANTITIES: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
     ("clip_factor", "clip factor", lambda reading: reading.clip_factor),
     ("damping", "damping", lambda reading: reading.damping),
 )
+
+
+def _varies(family: Family) -> bool:
+    values = family.values()
+    return bool(values) and max(values) > 1.001 * min(values)
 
 
 def readings(comparison: Comparison) -> Figure | None:
@@ -53,7 +58,7 @@ def readings(comparison: Comparison) -> Figure | None:
             if lines:
                 everyone.append((family_of(lines), look))
         values = [y for one, _ in everyone for y in one.values()]
-        if values and (key == "predicted_kl" or max(values) > 1.001 * min(values)):
+        if values and (key == "predicted_kl" or any(_varies(one) for one, _ in everyone)):
             shown.append((title, everyone, values))
     if not shown:
         return None
