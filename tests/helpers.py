@@ -74,3 +74,16 @@ def kron_block(scale: float, a: Tensor, g: Tensor, *, bias: bool) -> Tensor:
     index = torch.arange(outputs * inputs).reshape(outputs, inputs)
     order = torch.cat([index[:, :-1].flatten(), index[:, -1]])
     return dense[order][:, order]
+
+
+class Hand:
+    """A source of time that moves when it is told to; the fixture ``hand`` puts one in the place of the clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        self.now += seconds

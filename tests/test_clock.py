@@ -11,28 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from helpers import Hand
 from natgrad import KFAC
 from natgrad.clock import Clock, NoClock
-
-
-class Hand:
-    """A source of time that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def move(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    moved = Hand()
-    monkeypatch.setattr(time, "perf_counter", moved)
-    return moved
 
 
 def test_parts_add_up_to_the_whole(hand: Hand) -> None:

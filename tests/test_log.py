@@ -22,27 +22,6 @@ from ranks import run_on_ranks
 SHARED = {"kind", "step", "time", "loss", "accuracy", "lr", "damping", "predicted_kl", "clip_factor"}
 
 
-class Hand:
-    """A source of time that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def move(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    moved = Hand()
-    monkeypatch.setattr(time, "perf_counter", moved)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # a GPU has a clock of its own
-    return moved
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "one"
@@ -167,7 +146,7 @@ def test_the_last_steps_are_written_at_a_test_and_at_the_end(folder):
 
 
 def test_tensors_of_a_device_are_read_when_a_line_is_due(folder, monkeypatch):
-    monkeypatch.setattr(natgrad.log, "_number", lambda name, value: value)  # as if the CPU were one to wait for
+    monkeypatch.setattr(natgrad.measured, "number", lambda name, value: value)  # as if the CPU were one to wait for
     log = natgrad.Log(folder, every=2)
     buffer = torch.zeros(())
     for number in (1.0, 3.0):
@@ -409,7 +388,7 @@ def test_a_broken_device_does_not_hide_what_broke_it(folder, monkeypatch):
 
     with pytest.raises(ValueError, match="first"), natgrad.Log(folder) as log:  # noqa: PT012
         log.train(loss=1.0)
-        monkeypatch.setattr(natgrad.log._Mean, "value", broken)
+        monkeypatch.setattr(natgrad.measured.Mean, "value", broken)
         raise ValueError("first")
     assert steps(folder) == [("start", 0), ("end", 1)]
 

@@ -5,15 +5,12 @@ folder, for ``natgrad report``.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,21 +22,16 @@ from torch import Tensor, nn
 from natgrad.clock import Clock, NoClock
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
+from natgrad.measured import Asked, Mean, Value, is_share, measured, not_a_share, number, read_number
 from natgrad.options import flag, whole_number
 from natgrad.training import environment
 from natgrad.training.events import PARTS
 from natgrad.training.looking import Looking, write_looked
 from natgrad.training.metrics_file import MetricsFile, read
 from natgrad.training.ranks import Ranks
-from natgrad.training.tally import Reading
-
-Value = float | Tensor
-"""A number, or a tensor that holds one."""
 
 _METRICS, _ENVIRONMENT = "metrics.jsonl", "environment.json"  # as in training.run, which needs more than torch
 _PATIENCE = 10.0  # seconds after which a line is written, however few steps there were
-_ROUNDING = 1e-4  # how far outside of 0 to 1 a mean of ones may come to lie
-_OURS = ("kind", "time", "not_finite", "seconds", "trained", "step_seconds", "parts")  # not for users to measure
 _FACTS = ("kind", "step", "time", "not_finite", "name", "seed", "uses_kfac", "folder", "device", "parameters", "ranks")
 
 
@@ -105,10 +97,10 @@ class Log:
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the clock was started; None while it stands
         self._tested_since: float | None = None
-        self._means: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._means: defaultdict[str, Mean] = defaultdict(Mean)
         self._latest: dict[str, Value] = {}
         self._calls = 0
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         self._warned = self._closed = False
         self._writes = _rank() == 0
         if not self._writes:
@@ -172,7 +164,7 @@ class Log:
         step = self._next_step(step)
         if not self._writes:
             return
-        means, latest = _measured(loss, accuracy, error, more)
+        means, latest = measured(loss, accuracy, error, more)
         if self._since is None:
             raise RuntimeError("train() inside of testing(): its time would be nobody's")
         now = time.perf_counter()
@@ -211,10 +203,10 @@ class Log:
             whole_number("step", step, at_least=0)
             self._refuse_going_back(step, self._step)
         if self._writes:
-            means, latest = _measured(loss, accuracy, error, more)
-            numbers = {name: _read(value) for name, value in {**means, **latest}.items()}
-            if not _is_share(numbers.get("accuracy")):
-                raise ValueError(_percent("accuracy", numbers["accuracy"]))
+            means, latest = measured(loss, accuracy, error, more)
+            numbers = {name: read_number(value) for name, value in {**means, **latest}.items()}
+            if not is_share(numbers.get("accuracy")):
+                raise ValueError(not_a_share("accuracy", numbers["accuracy"]))
             with self._paused():
                 took = None if self._tested_since is None else time.perf_counter() - self._tested_since
                 line = {"loss": None, "accuracy": None, **numbers, "seconds": took, "trained": self._seconds}
@@ -320,16 +312,16 @@ class Log:
             self._clock.switch("model")
         numbers: dict[str, Value | None] = dict.fromkeys(("loss", "accuracy", "lr", "damping"))
         if self._optimizer is not None:
-            numbers["lr"] = _number("lr", self._optimizer.param_groups[0]["lr"])
+            numbers["lr"] = number("lr", self._optimizer.param_groups[0]["lr"])
         if self._kfac is not None:
             numbers["damping"] = self._kfac.last_damping
         clip = None if self._kfac is None else self._kfac.clip
-        numbers["predicted_kl"] = None if clip is None else _number("predicted_kl", clip.predicted_kl)
-        numbers["clip_factor"] = None if clip is None else _number("clip_factor", clip.factor)
+        numbers["predicted_kl"] = None if clip is None else number("predicted_kl", clip.predicted_kl)
+        numbers["clip_factor"] = None if clip is None else number("clip_factor", clip.factor)
         numbers |= {name: mean.value() for name, mean in self._means.items()}
         numbers |= self._latest
         steps = max(1, self._step - self._told_step)
-        self._asked = _Asked.of(numbers, step=self._step, steps=steps, calls=self._calls)
+        self._asked = Asked.of(numbers, step=self._step, steps=steps, calls=self._calls)
         self._told_step, self._told_at = self._step, time.perf_counter()
         self._means.clear()
         self._latest, self._calls = {}, 0
@@ -340,7 +332,7 @@ class Log:
             return
         asked, self._asked = self._asked, None
         numbers = asked.numbers()
-        if not _is_share(numbers["accuracy"]):
+        if not is_share(numbers["accuracy"]):
             self._warn_of_percent(numbers["accuracy"], asked.step)
             numbers["accuracy"] = None
         seconds, times = self._clock.take()
@@ -361,7 +353,7 @@ class Log:
         """Too late to refuse it: the device has only now told what it is."""
         if not self._warned:
             self._warned = True
-            text = f"{_percent('accuracy (or 1 − error)', accuracy)} Such values are left out"
+            text = f"{not_a_share('accuracy (or 1 − error)', accuracy)} Such values are left out"
             _warn(text)
             self._file.write("warning", step=step, text=text)
 
@@ -373,120 +365,7 @@ class Log:
             write_looked(self._file, looked)
 
 
-class _Mean:
-    """Of numbers, and of tensors that nobody waits for: one kernel each."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._on_device: Tensor | None = None
-        self._count = 0
-
-    def add(self, value: Value) -> None:
-        """One more."""
-        self._count += 1
-        if not isinstance(value, Tensor):
-            self._sum += value
-        elif self._on_device is None:
-            self._on_device = value.to(_wide(value.device), copy=True)
-        else:
-            self._on_device += value.to(self._on_device.device, non_blocking=True)
-
-    def value(self) -> Value:
-        """Of all so far."""
-        return (self._sum if self._on_device is None else self._on_device + self._sum) / self._count
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The numbers of a line, some of them on their way from the device. `calls` of `train` told of `steps` steps."""
-
-    step: int
-    steps: int
-    calls: int
-    known: Mapping[str, float | None]
-    coming: tuple[str, ...]
-    reading: Reading | None
-
-    @classmethod
-    def of(cls, numbers: Mapping[str, Value | None], *, step: int, steps: int, calls: int) -> _Asked:
-        """Sends for those that are tensors."""
-        tensors = {name: one for name, one in numbers.items() if isinstance(one, Tensor)}
-        known = {name: None if isinstance(one, Tensor) else one for name, one in numbers.items()}
-        return cls(
-            step, steps, calls, known, tuple(tensors), Reading(_joined([*tensors.values()])) if tensors else None
-        )
-
-    def arrived(self) -> bool:
-        """Whether `numbers` would not wait."""
-        return self.reading is None or self.reading.arrived()
-
-    def numbers(self) -> dict[str, float | None]:
-        """All of them; waits where it must."""
-        values = [] if self.reading is None else self.reading.values()
-        return {**self.known, **dict(zip(self.coming, values, strict=True))}
-
-
-def _joined(numbers: list[Tensor]) -> Tensor:
-    place = numbers[0].device
-    return torch.stack([one.to(place, _wide(place), non_blocking=True) for one in numbers])
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-
-
 # What users give
-
-
-def _measured(
-    loss: Value | None, accuracy: Value | None, error: Value | None, more: Mapping[str, Value | None]
-) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Loss and accuracy, and everything else, without what is None."""
-    if accuracy is not None and error is not None:
-        raise TypeError("accuracy and error are both given: one says the other")
-    if wrong := [name for name in _OURS if name in more]:
-        raise ValueError(f"{', '.join(wrong)} cannot be measured: lines have their own; choose another name")
-    given = {name: _number(name, one) for name, one in {"loss": loss, **more}.items() if one is not None}
-    for name, share in (("accuracy", accuracy), ("error", error)):
-        if share is not None:
-            number = _number(name, share)
-            if not isinstance(number, Tensor) and not _is_share(number):
-                raise ValueError(_percent(name, number))
-            given["accuracy"] = number if name == "accuracy" else 1 - number
-    if not given:
-        raise TypeError("there is nothing to write: give loss=, accuracy= or another number")
-    return (
-        {name: one for name, one in given.items() if name in ("loss", "accuracy")},
-        {name: one for name, one in given.items() if name not in ("loss", "accuracy")},
-    )
-
-
-def _number(name: str, value: Any) -> Value:
-    """As Python has it; a tensor with one on a device that would have to be waited for stays there."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(
-                f"{name} must be one number, got a tensor of shape {tuple(value.shape)} and type {value.dtype}; "
-                "take its mean first"
-            )
-        value = value.detach().reshape(())
-        return _read(value) if value.device.type == "cpu" else value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number or a tensor with one, got {type(value).__name__}")
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _read(value: Value) -> float:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _is_share(value: float | None) -> bool:
-    """Whether it can be a part of a whole; what is no number may have been one."""
-    return value is None or math.isnan(value) or -_ROUNDING <= value <= 1 + _ROUNDING
-
-
-def _percent(name: str, value: float | None) -> str:
-    return f"{name} must be from 0 to 1, got {value:g}; is it in percent?"
 
 
 def _checked_facts(about: Mapping[str, float | str | None] | None) -> dict[str, float | str | None]:
