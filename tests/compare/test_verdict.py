@@ -460,6 +460,12 @@ def test_where_kfac_never_arrives_a_faster_step_is_not_advised():
     assert advice[0].startswith("It is not the time of its steps that holds K-FAC back")
 
 
+def test_a_kfac_that_is_not_behind_is_not_told_what_holds_it_back():
+    ours = kfac([0.1], [0.1], [0.3], parts={"model": 0.4, "solve": 0.6})
+    advice = judge(comparison(sgd([0.1], [0.1], [0.1]), ours)).advice
+    assert not [line for line in advice if "holds K-FAC back" in line]
+
+
 def test_a_tie_is_advised_to_run_more_seeds():
     advice = judge(comparison(sgd([0.9, 0.1], [0.1, 0.1]), kfac([0.1, 0.1], [0.9, 0.1]))).advice
     assert advice == ("More seeds may tell what 2 could not: --resume --seeds 4.",)

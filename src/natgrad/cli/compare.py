@@ -189,13 +189,12 @@ class _Live(_Lines):
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=28),  # not to the edge, where the ^C of Ctrl-C would begin a new line
             TextColumn("{task.fields[words]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            expand=True,
         )
         self._whole = self._one = TaskID(0)
         self._epochs = 0.0

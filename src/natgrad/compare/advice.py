@@ -24,7 +24,8 @@ def advise(comparison: Comparison, race: Race | None) -> tuple[str, ...]:
     if race is not None:
         ours, theirs = (_contender(comparison, row) for row in (race.ours, race.theirs))
         lines += [*_hardly_learned(theirs, comparison), *_more_seeds(race), *_break_even(race)]
-        lines += _largest_part(ours) if _is_cost(race) else _other_settings(race)
+        lines += _largest_part(ours) if _is_cost(race) else []
+        lines += _other_settings(race) if race.by_clock == "second" and not _is_cost(race) else []
     lines += [line for one in comparison.contenders for line in _edges(one)]
     return tuple(lines)
 
