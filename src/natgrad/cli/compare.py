@@ -88,9 +88,9 @@ def planned(
 
 
 def _checked(plan: Plan, target: str | None) -> Plan:
-    """The plan with its target. Its contenders are made here, so that whatever is wrong with them is told first."""
-    assert plan.entries
-    return plan if target is None else dataclasses.replace(plan, target=_target(target, measure_of_plan(plan)))
+    """The plan with its target, and contenders that can run."""
+    goal = plan.target if target is None else _target(target, measure_of_plan(plan))
+    return dataclasses.replace(plan, target=goal).checked()
 
 
 def _target(text: str, measure: Measure) -> float:

@@ -46,6 +46,11 @@ class Plan:
     seeds: int = 5
     target: float | None = None
 
+    def checked(self) -> Plan:
+        """Itself, once its contenders have been made: whatever is wrong with them is told then."""
+        _ = self.entries
+        return self
+
     @cached_property
     def entries(self) -> list[Entry]:
         """The contenders."""
@@ -195,15 +200,14 @@ def load_plan(folder: Path) -> Plan:
         table = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if table["version"] != _VERSION:
             raise ComparisonError(f"{folder / FILE} has version {table['version']}, and this natgrad knows {_VERSION}")
-        plan = Plan(
+        return Plan(
             title=table["title"],
             recipe=build(table["recipe"]),
             specs=tuple(table["optimizers"]),
             trials=table["trials"],
             seeds=table["seeds"],
             target=table["target"],
-        )
-        assert plan.entries
+        ).checked()
     except (FileNotFoundError, NotADirectoryError):
         raise ComparisonError(f"there is no comparison in {folder}: a folder that holds one has a {FILE}") from None
     except OSError as error:
@@ -212,7 +216,6 @@ def load_plan(folder: Path) -> Plan:
         if isinstance(error, RecipeError):
             raise
         raise ComparisonError(f"{folder / FILE} is damaged: {error!r}") from error
-    return plan
 
 
 def compare(plan: Plan, folder: Path, worker: Worker, watcher: Watcher) -> None:

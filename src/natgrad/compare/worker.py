@@ -129,8 +129,10 @@ class Worker:
         self._asked = signal.Signals(number).name
         if self._process is not None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                if again:
+                if again and hasattr(os, "killpg"):
                     os.killpg(self._process.pid, signal.SIGKILL)  # with its decoding processes
+                elif again:
+                    self._process.kill()
                 else:
                     os.kill(self._process.pid, number)
 
