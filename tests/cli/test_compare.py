@@ -132,6 +132,12 @@ def test_where_nothing_came_to_its_end_the_command_fails(tmp_path):
     assert "No verdict: no run came to its end with a number" in output
 
 
+def test_data_that_is_missing_is_told_and_nothing_else(tmp_path):
+    words = says("compare", "cifar10-convnet", f"data.path={tmp_path / 'no'}", "--out", str(tmp_path / "o"), code=1)
+    assert "error: " in words
+    assert "No verdict" not in words
+
+
 def test_torchrun_is_refused_in_words(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "leave out torchrun" in says("compare", "digits", "--out", str(tmp_path / "out"), code=1)

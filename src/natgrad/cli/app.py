@@ -183,16 +183,19 @@ def compare(
             resume=resume,
             device=device,
         )
+        page = folder / comparing.PAGE
         try:
             stopped = comparing.run_comparison(plan, folder, device=device, console=console)
-        finally:  # also where nothing more can run: what there is is worth a page
-            found = gather(folder)
-            finished = [run for one in found.contenders for run in one.runs if run.finished]
-            written = comparing.report(found, out=folder / comparing.PAGE, console=console)
+        except WorkerError:
+            if any(one.runs for one in gather(folder).contenders):  # what there is is worth a page
+                comparing.report(gather(folder), out=page, console=console)
+            raise
+        found = gather(folder)
+        written = comparing.report(found, out=page, console=console)
         if stopped:
             console.print(f"stopped by {stopped}; to go on: natgrad compare {folder} --resume", soft_wrap=True)
             raise typer.Exit(128 + signal.Signals[stopped])
-    if not written or not finished:
+    if not written or not any(run.finished for one in found.contenders for run in one.runs):
         raise typer.Exit(1)
 
 
