@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -53,10 +54,10 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def listed(texts: Sequence[str], kind: str) -> str:
-    """A list, or nothing."""
-    return (
-        f'<ul class="{kind}">{"".join(f"<li>{escaped(together(text))}</li>" for text in texts)}</ul>' if texts else ""
-    )
+    """A list, or nothing. What is to be typed does not break at its hyphens."""
+    lines = [escaped(together(text)) for text in texts]
+    items = [re.sub(r"--[a-z]+|kfac[-+][\w.=+-]*\w", r'<span class="whole">\g<0></span>', line) for line in lines]
+    return f'<ul class="{kind}">{"".join(f"<li>{item}</li>" for item in items)}</ul>' if texts else ""
 
 
 def figure(one: Figure | None, *, legend: str = "") -> str:
