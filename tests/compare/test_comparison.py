@@ -195,6 +195,27 @@ def test_a_run_whose_folder_is_taken_ends_itself_only(whole, worker, tmp_path):
     assert dict(heard.ended)["K-FAC: seed 2"] == "finished"
 
 
+def test_a_run_whose_checkpoints_cannot_be_read_begins_anew_and_they_are_kept(whole, worker, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(whole[0], folder)
+    run = next(folder.glob("sgd/*-seed-1"))
+    for path in (run / "checkpoints").iterdir():
+        path.write_bytes(b"no checkpoint")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(line for line in lines if '"end"' not in line) + "\n")
+    compare(load_plan(folder), folder, worker, Heard())
+    assert curves(folder) == curves(whole[0])
+    assert list((run / "checkpoints-unreadable").iterdir())
+
+
+def test_progress_counts_the_runs_that_there_are(whole):
+    assert load_plan(whole[0]).jobs == len(whole[1].ended)
+    fixed = plan("sgd+optimizer.lr=0.1", "sgd", trials=3, seeds=2)
+    assert fixed.jobs == 2 + 3 + 2
+    assert "What a contender's own name sets was not tuned." in fixed.said()
+    assert "own name" not in load_plan(whole[0]).said()
+
+
 def test_contenders_that_differ_in_more_than_their_optimizer_are_compared_with_a_note(tmp_path, worker):
     asked = plan("sgd", "sgd+training.batch=500", seeds=1)
     begin(asked, tmp_path / "comparison")

@@ -41,6 +41,7 @@ def test_rungs_halve_the_settings_and_double_the_epochs_up_to_half_of_the_traini
 
 def test_one_trial_is_no_sweep_and_rungs_that_would_only_repeat_are_left_out():
     assert rungs(1, 20) == []
+    assert design({}, 8)[0] == {}
     assert rungs(8, 1) == [Rung(8, 1)]
     assert rungs(8, 3) == [Rung(8, 1), Rung(2, 2)]
     assert sweep([{"lr": 0.1}], [], lambda *one: None).settings == {"lr": 0.1}

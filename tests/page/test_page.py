@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import natgrad.page
-from natgrad.compare.arrivals import Arrival, Measure, Row, Spread
+from natgrad.compare.arrivals import Arrival, Measure, Row
 from natgrad.compare.history import Comparison, Contender, Layer, Point, Reading, Run, Trial
 from natgrad.compare.verdict import Verdict, judge
 from natgrad.page import drawing, families, figures, inside, markup, series, sweeps, tables, words
@@ -344,21 +344,13 @@ def test_a_hundred_layers_are_still_legible():
 
 
 def row(name: str, *, updates: float | None, seconds: float | None, arrived: int = 2) -> Row:
-    def spread(value: float | None) -> Spread | None:
-        return None if value is None else Spread(mean=value, low=value - 1, high=value + 1)
-
     step, second = updates or 2, seconds or 2.0
     there = [Arrival(step=step - 1, seconds=second - 1), Arrival(step=step + 1, seconds=second + 1)]
-    arrivals = [*there[:arrived], *[None] * (2 - arrived)]
-    best = Spread(mean=0.05, low=0.05, high=0.05)
     return Row(
         name=name,
         uses_kfac=False,
-        arrivals=tuple(arrivals),
-        updates=spread(updates),
-        seconds=spread(seconds),
-        best=best,
-        step_seconds=None,
+        arrivals=(*there[:arrived], *[None] * (2 - arrived)),
+        bests=(0.05, 0.05),
     )
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from natgrad import page, recipes
 from natgrad.cli import formatting as form
-from natgrad.compare.arrivals import Measure, Row, Spread, duration, measure_of
+from natgrad.compare.arrivals import Measure, Row, Spread, count, duration, measure_of
 from natgrad.compare.comparison import (
     FILE,
     ComparisonError,
@@ -305,17 +305,13 @@ def _table(verdict: Verdict, *, ranges: bool) -> Table:
     for row in verdict.rows:
         table.add_row(
             Text(row.name, "bold" if row.uses_kfac else ""),
-            _to_target(row, row.updates, _count, ranges=ranges),
+            _to_target(row, row.updates, count, ranges=ranges),
             _to_target(row, row.seconds, duration, ranges=ranges),
             _spread(row.best, verdict.measure.text, ranges=ranges),
             _spread(row.step_seconds, duration, ranges=False),
             *([shorten(briefly(row.note), 60, placeholder=" …")] if row.note else []),
         )
     return table
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _to_target(row: Row, spread: Spread | None, text: Callable[[float], str], *, ranges: bool) -> str:

@@ -75,19 +75,39 @@ class Row:
     """A contender in the table of times to the target; `arrivals` has an entry a run, None where it never came. Runs
     that were stopped on their way, or are still on it, have none.
 
-    `updates` and `seconds` are None unless every run arrived; `best` is over runs, each at its best moment.
+    `bests` are the best values of its runs, `step_times` the mean times of their steps.
     """
 
     name: str
     uses_kfac: bool
     arrivals: tuple[Arrival | None, ...]
-    updates: Spread | None
-    seconds: Spread | None
-    best: Spread | None
-    step_seconds: Spread | None
     bests: tuple[float, ...] = ()
     step_times: tuple[float, ...] = ()
     note: str = ""
+
+    @property
+    def updates(self) -> Spread | None:
+        """To the target; None unless every run arrived."""
+        return spread(steps_to(self)) if self._arrived else None
+
+    @property
+    def seconds(self) -> Spread | None:
+        """The same by the clock."""
+        return spread(seconds_to(self)) if self._arrived else None
+
+    @property
+    def best(self) -> Spread | None:
+        """Over runs, each at its best moment."""
+        return spread(self.bests) if self.bests else None
+
+    @property
+    def step_seconds(self) -> Spread | None:
+        """Mean time of a step."""
+        return spread(self.step_times) if self.step_times else None
+
+    @property
+    def _arrived(self) -> bool:
+        return bool(self.arrivals) and None not in self.arrivals
 
 
 def measure_of(contenders: Sequence[Contender]) -> Measure:
@@ -162,20 +182,14 @@ def row_of(contender: Contender, measure: Measure, target: float | None) -> Row:
     reached = [(run, None if target is None else arrival(run, measure, target)) for run in contender.runs]
     # What was stopped on its way says nothing about when it would have been there.
     arrivals = tuple(one for run, one in reached if one is not None or not run.open)
-    there = [one for one in arrivals if one is not None]
-    everybody = bool(there) and len(there) == len(arrivals)
-    bests = [best for run in contender.runs if (best := best_of(run, measure)) is not None]
-    times = [run.step_seconds for run in contender.runs if run.step_seconds is not None]
+    bests = (best_of(run, measure) for run in contender.runs)
+    times = (run.step_seconds for run in contender.runs)
     return Row(
         name=contender.name,
         uses_kfac=contender.uses_kfac,
         arrivals=arrivals,
-        updates=spread([one.step for one in there]) if everybody else None,
-        seconds=spread([one.seconds for one in there]) if everybody else None,
-        best=spread(bests) if bests else None,
-        step_seconds=spread(times) if times else None,
-        bests=tuple(bests),
-        step_times=tuple(times),
+        bests=tuple(best for best in bests if best is not None),
+        step_times=tuple(time for time in times if time is not None),
         note=contender.note or _ends(contender.runs),
     )
 
@@ -301,6 +315,11 @@ class Race:
         chances = (CHANCE / max(1, with_kfac), CHANCE / max(1, without))
         by_updates = order(steps_to(ours), steps_to(theirs), chances=chances)
         return cls(ours, theirs, by_updates, order(seconds_to(ours), seconds_to(theirs), chances=chances), chances)
+
+
+def count(mean: float) -> str:
+    """A mean of whole numbers: ``4.5``, ``1,261``."""
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 def duration(seconds: float) -> str:

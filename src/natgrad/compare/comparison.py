@@ -69,18 +69,22 @@ class Plan:
     @property
     def epochs(self) -> int:
         """Of all runs together."""
-        each = sum(rung.settings * rung.epochs for rung in self.ladder) + self.seeds * self.recipe.training.epochs
-        return each * len(self.entries)
+        tuning = sum(rung.settings * rung.epochs for entry in self.entries for rung in self.rungs(entry))
+        return tuning + self.seeds * self.recipe.training.epochs * len(self.entries)
 
     @property
     def jobs(self) -> int:
         """Runs, all together."""
-        return (sum(rung.settings for rung in self.ladder) + self.seeds) * len(self.entries)
+        tuning = sum(rung.settings for entry in self.entries for rung in self.rungs(entry))
+        return tuning + self.seeds * len(self.entries)
+
+    def rungs(self, entry: Entry) -> list[Rung]:
+        """Those of a contender: none where all its settings are fixed."""
+        return self.ladder if entry.centre() else []
 
     def sweep(self, entry: Entry, outcome: Callable[[int, int, Mapping[str, float]], Outcome | None]) -> Sweep:
-        """A contender's; one whose settings are all fixed has none."""
-        centre = entry.centre()
-        return sweep(design(centre, self.trials), self.ladder, outcome) if centre else sweep([{}], [], outcome)
+        """A contender's."""
+        return sweep(design(entry.centre(), self.trials), self.rungs(entry), outcome)
 
     def trial(self, folder: Path, entry: Entry, index: int, level: int, settings: Mapping[str, float]) -> Job:
         """A run of the sweep: a whole, short training."""
@@ -124,6 +128,8 @@ class Plan:
         budget = full_runs(self.ladder, epochs)
         swept = any("damping" in entry.centre() for entry in self.entries)
         damping = ", with K-FAC together with the damping" if swept else ""
+        fixed = any(entry.fixed & {"optimizer.lr", "kfac.damping"} for entry in self.entries)
+        alike += " What a contender's own name sets was not tuned." if fixed else ""
         return (
             f"Every contender was tuned alike: {self.trials} settings of the learning rate{damping}, chosen by the "
             f"{self.score} of test cases in successive halving ({climb}), as much as {budget:.2g} whole "

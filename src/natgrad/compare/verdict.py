@@ -13,6 +13,7 @@ from natgrad.compare.arrivals import (
     Row,
     Target,
     clear_first,
+    count,
     duration,
     fastest,
     measure_of,
@@ -153,8 +154,7 @@ def _where(row: Row) -> str:
 
 
 def _updates(mean: float) -> str:
-    number = f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:.3g}"
-    return f"{number} update{'' if number == '1' else 's'}"
+    return f"{count(mean)} update{'' if count(mean) == '1' else 's'}"
 
 
 def _came(row: Row, measure: Measure) -> str:

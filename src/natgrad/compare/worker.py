@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -200,11 +201,12 @@ def _result(job: Job, these: Ranks, warmed: set[str], asked: list[str], connecti
         resume = (job.folder / RECIPE).exists()
         if not resume and job.folder.exists():  # only the note of an earlier crash
             (job.folder / METRICS).unlink(missing_ok=True)
+        start = partial(run, job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection))
         try:
-            done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection), resume=resume)
+            done = start(resume=resume)
         except CheckpointError:
-            shutil.rmtree(job.folder)  # nothing to go on from: it would never come to its end
-            done = run(job.recipe, job.folder, name=job.title, ranks=these, listener=_Relay(connection))
+            _set_aside(job.folder / "checkpoints")
+            done = start(resume=True)  # there is nothing to go on from: it begins anew
         return ("ended", done.reason if done.saved else f"{CRASHED}: its end could not be saved")
     except DivergedError as error:
         return _recorded(job, f"{DIVERGED}: {error}")
@@ -216,6 +218,13 @@ def _result(job: Job, these: Ranks, warmed: set[str], asked: list[str], connecti
         return ("ended", "SIGINT")
     except Exception as error:
         return _recorded(job, f"{CRASHED}: {type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
+def _set_aside(checkpoints: Path) -> None:
+    """What cannot be read now may be a matter of the disk: it is not deleted."""
+    aside = checkpoints.with_name("checkpoints-unreadable")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoints.rename(aside)
 
 
 def _forget() -> None:

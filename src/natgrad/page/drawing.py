@@ -125,18 +125,14 @@ def _cut(count: int, gap: float) -> list[tuple[float, float]]:
     return [(round(i * (size + gap), 4), round(min(1.0, i * (size + gap) + size), 4)) for i in range(count)]
 
 
-def place_panels(layout: dict[str, Any], grid: Sequence[Domain]) -> None:
-    """Puts the axes of each panel where the grid says."""
-    for panel, (x, y) in enumerate(grid, start=1):
-        layout[axis_key("x", panel)]["domain"] = x
-        layout[axis_key("y", panel)]["domain"] = y
-
-
-def place_narrow(narrow: dict[str, Any], grid: Sequence[Domain]) -> None:
-    """The same, as changes for a telephone."""
-    for panel, (x, y) in enumerate(grid, start=1):
-        narrow[f"{axis_key('x', panel)}.domain"] = x
-        narrow[f"{axis_key('y', panel)}.domain"] = y
+def place_panels(layout: dict[str, Any], wide: Sequence[Domain], narrow: Sequence[Domain]) -> dict[str, Any]:
+    """Puts the axes of each panel where the wide grid says; returns what changes on a telephone."""
+    changes: dict[str, Any] = {}
+    for panel, (there, here) in enumerate(zip(wide, narrow, strict=True), start=1):
+        for letter, domain, other in zip("xy", there, here, strict=True):
+            layout[axis_key(letter, panel)]["domain"] = domain
+            changes[f"{axis_key(letter, panel)}.domain"] = other
+    return changes
 
 
 def axis_name(letter: str, panel: int) -> str:

@@ -21,7 +21,6 @@ from natgrad.page.drawing import (
     looks,
     name_panel,
     panel_grid,
-    place_narrow,
     place_panels,
     pointed_axis,
     rounded,
@@ -87,9 +86,8 @@ def curves(comparison: Comparison, verdict: Verdict) -> Figure | None:
         data += [above_zero(trace) for trace in drawn] if vertical.get("type") == "log" else drawn
     rows, columns = len(measured), len(clocks)
     height, narrow_height = 310 * rows + 20, 250 * rows * columns
-    place_panels(layout, panel_grid(rows, columns, gap_x=0.08, height=height))
-    narrow: dict[str, Any] = {}
-    place_narrow(narrow, panel_grid(rows * columns, 1, height=narrow_height))
+    wide = panel_grid(rows, columns, gap_x=0.08, height=height)
+    narrow = place_panels(layout, wide, panel_grid(rows * columns, 1, height=narrow_height))
     names = ", ".join(contender.name for contender in comparison.contenders)
     return Figure(
         name="curves",

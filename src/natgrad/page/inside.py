@@ -20,7 +20,6 @@ from natgrad.page.drawing import (
     looks,
     name_panel,
     panel_grid,
-    place_narrow,
     place_panels,
     pointed_axis,
     rounded,
@@ -88,9 +87,8 @@ def readings(comparison: Comparison) -> Figure | None:
         layout[axis_key("y", panel)] = axis_style("", anchor=anchors["xaxis"], **style)
         name_panel(layout, panel, f"{title[:1].upper()}{title[1:]}")
     height, narrow_height = 300, 230 * len(shown) + 20
-    place_panels(layout, panel_grid(1, len(shown), gap_x=0.08, height=height))
-    narrow: dict[str, Any] = {}
-    place_narrow(narrow, panel_grid(len(shown), 1, height=narrow_height))
+    wide = panel_grid(1, len(shown), gap_x=0.08, height=height)
+    narrow = place_panels(layout, wide, panel_grid(len(shown), 1, height=narrow_height))
     titles = ", ".join(title for title, _, _ in shown)
     return Figure(
         name="inside-kfac",

@@ -18,7 +18,6 @@ from natgrad.page.drawing import (
     looks,
     name_panel,
     panel_grid,
-    place_narrow,
     place_panels,
     rounded,
     to_six,
@@ -56,9 +55,8 @@ def sweep(comparison: Comparison) -> Figure | None:
     columns = 2 if len(tuned) in (2, 4) else min(3, len(tuned))
     rows = math.ceil(len(tuned) / columns)
     height, narrow_height = 290 * rows + 30, 240 * len(tuned) + 20
-    place_panels(layout, panel_grid(rows, columns, gap_x=0.08, height=height)[: len(tuned)])
-    narrow: dict[str, Any] = {}
-    place_narrow(narrow, panel_grid(len(tuned), 1, height=narrow_height))
+    wide = panel_grid(rows, columns, gap_x=0.08, height=height)[: len(tuned)]
+    narrow = place_panels(layout, wide, panel_grid(len(tuned), 1, height=narrow_height))
     count = sum(len(contender.trials) for contender, _ in tuned)
     caption = (
         f"Up: the {measured}, lower is better. Every mark is one setting. Small open marks: early rungs; filled: the "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from natgrad.compare.arrivals import Measure, Row, Spread, clear_first, seconds_to, steps_to
+from natgrad.compare.arrivals import Measure, Row, Spread, clear_first, count, seconds_to, steps_to
 from natgrad.compare.history import UNFINISHED, Comparison, Contender, Run
 from natgrad.compare.verdict import Verdict
 from natgrad.page.public import without_paths
@@ -39,7 +39,7 @@ def times(verdict: Verdict) -> Table:
     """Who reached the target when."""
     rows = verdict.rows
     columns = (
-        [_spread(row.updates, lambda value: grouped(round(value))) for row in rows],
+        [_spread(row.updates, lambda value: count(value).replace(",", THIN)) for row in rows],
         [_spread(row.seconds, number) for row in rows],
         [_spread(row.best, lambda value: _best(value, verdict.measure)) for row in rows],
         [_spread(row.step_seconds, lambda value: number(1000 * value)) for row in rows],
