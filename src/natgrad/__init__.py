@@ -24,6 +24,8 @@ Vocabulary
 from natgrad import models, optim, schedules
 from natgrad.averaging import PolyakAverage
 from natgrad.clock import Clock
+from natgrad.distribute.costs import Costs
+from natgrad.distribute.strategy import Strategy
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.log import Log
@@ -39,11 +41,13 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Clock",
+    "Costs",
     "Gaussian",
     "Grafting",
     "Log",
     "NatgradWarning",
     "PolyakAverage",
+    "Strategy",
     "TrustRegion",
     "__version__",
     "models",

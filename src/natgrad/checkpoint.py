@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks.factor import Factor
-from natgrad.blocks.kronecker import KroneckerBlock, Orientation
+from natgrad.blocks.kronecker import KroneckerBlock, Orientation, Whole
 from natgrad.blocks.registry import Registry
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.solve.solver import Side
+from natgrad.statistics.gram import accumulation_dtype
 
-VERSION = 3
+VERSION = 4
 _KEYS = (
     "solver",
     "damping_rule",
@@ -34,29 +35,42 @@ _KEYS = (
 )
 
 
-def save_blocks(registry: Registry) -> dict[str, Any]:
-    """Layouts, factors and counts. A factor that blocks share is stored with the first and named by the others."""
+def save_blocks(registry: Registry, sums: Mapping[Factor, Tensor], whole: Whole | None) -> dict[str, Any]:
+    """Layouts, factors and counts. A factor that blocks share is stored with the first and named by the others.
+
+    `sums` holds the factors' sums where they are not this process's own; `whole` the weights and counts.
+    """
     homes: dict[Factor, str] = {}
-    return {block.key: _save_block(block, homes) for block in registry}
+    return {block.key: _save_block(block, homes, sums, whole) for block in registry}
 
 
-def _save_block(block: KroneckerBlock, homes: dict[Factor, str]) -> dict[str, Any]:
+def _save_block(
+    block: KroneckerBlock, homes: dict[Factor, str], sums: Mapping[Factor, Tensor], whole: Whole | None
+) -> dict[str, Any]:
     orientations: list[dict[str, Any]] = []
     for number, orientation in enumerate(block.orientations):
         sides: list[Any] = []
         for side, factor in enumerate(orientation.sides):
             if factor in homes:
                 sides.append(homes[factor])
-            else:
-                homes[factor] = f"{block.key}/{number}/{side}"
-                sides.append({"sum": factor.sum.clone(), "weight": factor.weight.clone(), "diagonal": factor.diagonal})
-        orientations.append({"counts": orientation.counts.clone(), "sides": sides})
+                continue
+            homes[factor] = f"{block.key}/{number}/{side}"
+            total = sums[factor] if factor in sums else factor.sum.clone()
+            weight = factor.weight.clone() if whole is None else torch.full_like(factor.weight, whole.weights[factor])
+            sides.append({"sum": total, "weight": weight, "diagonal": factor.diagonal})
+        counts = orientation.counts
+        stored = counts.clone() if whole is None else counts.new_tensor(whole.counts[orientation])
+        orientations.append({"counts": stored, "sides": sides})
+    return {**describe_block(block), "orientations": orientations}
+
+
+def describe_block(block: KroneckerBlock) -> dict[str, Any]:
+    """What a block is, without its statistics."""
     return {
         "kind": block.kind,
         "form": block.form.to_state(),
         "weight": block.weight.to_state(),
         "bias": None if block.bias is None else block.bias.to_state(),
-        "orientations": orientations,
     }
 
 
@@ -72,12 +86,15 @@ def load_blocks(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> l
     if missing:
         raise ValueError(f"the checkpoint lacks {', '.join(map(repr, missing))}")
     factors: dict[str, Factor] = {}
-    return [_load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
+    return [load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
 
 
-def _load_block(
+def load_block(
     key: str, entry: Mapping[str, Any], parameters: Mapping[str, Tensor], factors: dict[str, Factor]
 ) -> KroneckerBlock:
+    """One block, checked against the model's parameters; without statistics where the entry has none. `factors` are
+    those loaded so far, by their home.
+    """
     weight = Layout.from_state(entry["weight"])
     bias = None if entry["bias"] is None else Layout.from_state(entry["bias"])
     for layout in (weight, bias):
@@ -90,7 +107,7 @@ def _load_block(
             raise ValueError(
                 f"{layout.name} has shape {tuple(parameter.shape)}, in the checkpoint {layout.parameter_shape}"
             )
-    device = parameters[weight.name].device
+    like = parameters[weight.name]
     form = Form.from_state(entry["form"])
     stack, rows, _ = weight.shape
     sizes = [rows, *form.columns]
@@ -101,48 +118,50 @@ def _load_block(
         # The second orientation is that of the transpose: its row side belongs to the block's columns.
         own = sizes[::-1] if number else sizes
         sides = [
-            _load_factor(f"{key}/{number}/{side}", part, (stack, size), device, factors)
+            _load_factor(f"{key}/{number}/{side}", part, (stack, size), like, factors)
             for side, (part, size) in enumerate(zip(stored["sides"], own, strict=True))
         ]
         orientation = Orientation(sides)
-        orientation.counts.copy_(stored["counts"])
+        if "counts" in stored:
+            orientation.counts.copy_(stored["counts"])
         orientations.append(orientation)
     swapped = orientations[1] if len(orientations) > 1 else None
     return KroneckerBlock(weight, bias, kind=entry["kind"], form=form, straight=orientations[0], swapped=swapped)
 
 
-def _load_factor(
-    home: str, stored: Any, shape: tuple[int, int], device: torch.device, factors: dict[str, Factor]
-) -> Factor:
+def _load_factor(home: str, stored: Any, shape: tuple[int, int], like: Tensor, factors: dict[str, Factor]) -> Factor:
     if isinstance(stored, str):
         return factors[stored]
-    total: Tensor = stored["sum"]
     stack, size = shape
+    if "sum" not in stored:
+        dtype = accumulation_dtype(like.dtype)
+        return Factor(stack, size, diagonal=stored["diagonal"], dtype=dtype, device=like.device)
+    total: Tensor = stored["sum"]
     expected = (stack, size) if stored["diagonal"] else (stack, size, size)
     if tuple(total.shape) != expected:
         raise ValueError(
             f"the factor {home} has shape {tuple(total.shape)} in the checkpoint, the model needs {expected}"
         )
-    factor = Factor(stack, size, diagonal=stored["diagonal"], dtype=total.dtype, device=device)
+    factor = Factor(stack, size, diagonal=stored["diagonal"], dtype=total.dtype, device=like.device)
     factor.sum.copy_(total)
     factor.weight.copy_(stored["weight"])
     factors[home] = factor
     return factor
 
 
-def save_solved(preconditioner: Preconditioner) -> dict[str, Any]:
-    """Solved sides, each once, and which block has which."""
-    homes: dict[int, str] = {}
+def save_solved(preconditioner: Preconditioner, sides: Mapping[Hashable, Side]) -> dict[str, Any]:
+    """Solved sides, each once, and which block has which. `sides` holds those of all blocks."""
+    homes: dict[Hashable, str] = {}
     result: dict[str, Any] = {}
     for key, member in preconditioner.solved.items():
-        sides: list[Any] = []
-        for number, side in enumerate(member.sides):
-            if id(side) in homes:
-                sides.append(homes[id(side)])
+        stored: list[Any] = []
+        for number, name in enumerate(preconditioner.keys(member.block)):
+            if name in homes:
+                stored.append(homes[name])
             else:
-                homes[id(side)] = f"{key}/{number}"
-                sides.append({field: _cloned(getattr(side, field)) for field in ("matrix", "values")})
-        result[key] = {"scale": member.scale.clone(), "solved_at": member.solved_at, "sides": sides}
+                homes[name] = f"{key}/{number}"
+                stored.append({field: _cloned(getattr(sides[name], field)) for field in ("matrix", "values")})
+        result[key] = {"scale": member.scale.clone(), "solved_at": member.solved_at, "sides": stored}
     return result
 
 
@@ -170,19 +189,26 @@ def load_solved(state: Mapping[str, Any], blocks: list[KroneckerBlock], precondi
         preconditioner.adopt(block, own, entry["scale"].to(device), entry["solved_at"])
 
 
-def load_generator(state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
-    """Checks that a generator's stored state can be set, without setting it."""
-    if state is None:
+def load_generator(
+    states: Sequence[Tensor] | None, generator: torch.Generator | None, rank: int, step: int
+) -> Tensor | None:
+    """The state that a generator goes on from, checked, without setting it: that of this rank, where there were as
+    many. A rank that was not there before starts a sequence of its own.
+    """
+    if states is None:
         return None
     if generator is None:
         raise ValueError(
             "the checkpoint holds the state of a generator: construct KFAC with generator= to go on from it"
         )
+    trial = torch.Generator(generator.device)
     try:
-        torch.Generator(generator.device).set_state(state.cpu())
+        trial.set_state(states[min(rank, len(states) - 1)].cpu())
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"the checkpoint's generator state does not fit: {error}") from None
-    return state.cpu()
+    if rank >= len(states):
+        trial.manual_seed((trial.initial_seed() * 1_000_003 + 7919 * rank + step) % 2**63)
+    return trial.get_state()
 
 
 def _cloned(tensor: Tensor | None) -> Tensor | None:

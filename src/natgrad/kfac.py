@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from natgrad import checkpoint
+from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture.choices import VECTORS
 from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.clock import Clock
+from natgrad.distribute.agreement import refuse_disagreement
+from natgrad.distribute.channel import Channel
+from natgrad.distribute.placement import Plan
 from natgrad.distribute.replicas import replicas
+from natgrad.distribute.spread import Spread, planned
+from natgrad.distribute.strategy import Strategy, checked_strategy
+from natgrad.distribute.work import work_of
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.loss_scale import LossScale
-from natgrad.metrics import LayerMetrics, Metrics, layer_metrics
+from natgrad.metrics import LayerMetrics, Metrics, known_ranges, layer_metrics
 from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
 from natgrad.parameters import any_nonzero, make_choices, named_parameters, patterns
@@ -32,6 +39,7 @@ from natgrad.settings import Settings
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
 from natgrad.statistics.predictive import Predictive, checked_predictive
+from natgrad.together import WAIT, Gathered, Together
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.controller import Controller
 from natgrad.trust_region.history import History
@@ -40,6 +48,8 @@ from natgrad.trust_region.region import TrustRegion, checked_region
 from natgrad.update import Update, names
 from natgrad.window import FISHERS, Window, checked_accumulation
 
+# Arguments that need not be the same on all ranks.
+_OF_A_RANK = ("self", "model", "optimizer", "grad_scaler", "generator")
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
 
@@ -54,7 +64,7 @@ class KFAC:
     Every numeric hyper-parameter is a number or a callable of the step.
 
     Args:
-        model: any module; DDP and compiled models too. Of a DDP model the statistics of all ranks are summed.
+        model: any module; DDP and compiled models too. A DDP model's ranks share K-FAC's work.
         optimizer: where the learning rate of the KL clip is read; `attach` sets it as well.
         lr: the learning rate, where there is no optimizer to read it from.
         factor_update_steps: take statistics every so many steps.
@@ -101,6 +111,10 @@ class KFAC:
         compile_preconditioning: compile the arithmetic of every step with `torch.compile`: some seconds once, less work
             for the host in every step.
         generator: draws the targets of the sampled Fisher, and the cases of `stats_fraction`.
+        strategy: how several ranks share the work: ``"comm-opt"`` (each factor decomposed by one rank, decompositions
+            sent to all), ``"layer-wise"`` (one rank does all of a layer and sends the result in every step),
+            ``"hybrid"`` (a team of ranks does), ``"auto"`` (what should take the least time); or a `natgrad.Strategy`.
+        grad_worker_fraction: the part of the ranks in a hybrid's team; a half by default.
     """
 
     def __init__(
@@ -137,7 +151,10 @@ class KFAC:
         unfuse_recurrent: bool = True,
         compile_preconditioning: bool = False,
         generator: torch.Generator | None = None,
+        strategy: str | Strategy = "auto",
+        grad_worker_fraction: float | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in _OF_A_RANK}
         if not isinstance(model, nn.Module):
             raise TypeError(f"KFAC takes the model itself, an nn.Module, got {type(model).__name__}")
         choice("fisher", fisher, FISHERS)
@@ -180,11 +197,17 @@ class KFAC:
         if stats_fraction < 1 and isinstance(batch_axis, int) and batch_axis != 0:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
+        spreading = checked_strategy(strategy, grad_worker_fraction)
         ranks = replicas(model)
         if ranks is not None and (adaptive is not None or (region is not None and region.curvature == "exact")):
             raise ValueError(
                 "AdaptiveDamping and TrustRegion(curvature='exact') look at one rank's batch, and this model is "
                 f"replicated on {ranks.size()} ranks: use a number or a schedule"
+            )
+        if ranks is not None and solver == "inverse" and region is not None and region.of == "step":
+            raise ValueError(
+                "TrustRegion(of='step') measures steps with factors, and on several ranks solver='inverse' leaves them "
+                "apart: use solver='eigen'"
             )
         self._parameters = named_parameters(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
@@ -202,7 +225,13 @@ class KFAC:
         )
         self._solved_version = 0
         self._compiled = flag("compile_preconditioning", compile_preconditioning)
-        self._preconditioner = Preconditioner(solver, rule, compiled=self._compiled)
+        self._together: Together | None = None
+        if ranks is not None:
+            device = next(iter(self._parameters.values())).device
+            channel = Channel(ranks, device, timeout=spreading.timeout)
+            refuse_disagreement(channel, self._parameters, given)
+            self._together = Together(Spread(channel, spreading, device), self._registry, self._parameters)
+        self._preconditioner = self._new_preconditioner(solver, rule)
         self._metrics = Metrics()
         self._history = History()
         self._warner = Warner()
@@ -218,7 +247,7 @@ class KFAC:
             fallback=runner,
             accumulated=divisor,
             scale=scale,
-            ranks=ranks,
+            takes=_everything if self._together is None else self._together.spread.takes,
             warn=self._warner.once,
         )
         self._observer = Observer(
@@ -238,6 +267,10 @@ class KFAC:
         self._update = Update(self._parameters, self._registry, self._link, self._control, graft)
         self._observer.on_exchange = self._update.forget
         self._watch.arm()
+
+    def _new_preconditioner(self, solver: str, rule: str) -> Preconditioner:
+        others = None if self._together is None else self._together.spread
+        return Preconditioner(solver, rule, compiled=self._compiled, others=others)
 
     # In the training loop
 
@@ -434,26 +467,18 @@ class KFAC:
     def _take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window, step = self._window, self._step
-        if window.terms == 0 and not window.waited_for:
-            if window.ignored:  # nothing of the batch counts: the next one may
-                window.close()
-                return True
-            if not any_nonzero(gradients.values()):
-                window.close()
-                return False
-            raise RuntimeError(
-                window.problem
-                or "there are gradients but no statistics: K-FAC saw no forward pass of this model followed by its "
-                "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
-                "before loss.backward()"
-            )
-        complete = window.finish()
-        if not window.gather(step):
-            window.close()
-            return True
+        terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
+        if self._together is not None:
+            agreed = self._together.agree_on_statistics(step, window)
+            terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
+            elsewhere = agreed.elsewhere
+        if terms == 0:
+            return self._go_without_statistics(gradients, ignored)
+        if self._together is None:
+            complete = window.finish()
         missing = [
             block.names[0]
-            for block in window.without_statistics()
+            for block in window.without_statistics(elsewhere)
             if any_nonzero(gradients[layout.name] for layout in block.layouts)
         ]
         if missing:
@@ -463,7 +488,9 @@ class KFAC:
                 "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
                 "the loss looks at?"
             )
-        refused = window.commit(step, now.decay, usable)
+        refused = window.commit(step, now.decay, usable, elsewhere)
+        if self._together is not None:
+            self._together.spread.next_turn()
         # What a scaler skips is in the order of things, and not counted.
         self._metrics.rejected_statistics += refused if usable is None else refused * usable
         self._refused = refused
@@ -471,6 +498,19 @@ class KFAC:
         self._factors_at = step if complete else None
         self._stale = True
         return True
+
+    def _go_without_statistics(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
+        """Nothing came in, on any rank: whether the step counts nevertheless."""
+        window = self._window
+        if not ignored and any_nonzero(gradients.values()):
+            raise RuntimeError(
+                window.problem
+                or "there are gradients but no statistics: K-FAC saw no forward pass of this model followed by its "
+                "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
+                "before loss.backward()"
+            )
+        window.close()
+        return ignored  # nothing of the batch counts: the next one may
 
     def _arm_if_due(self, interval: int | None = None) -> None:
         last, step = self._factors_at, self._step
@@ -502,12 +542,19 @@ class KFAC:
             self._refresh(blocks, damping)
 
     def _refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
-        weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks])
-        known = [block for block, weight in zip(blocks, weights.tolist(), strict=True) if weight > 0]
-        if len(known) < len(blocks) and int(self._refused) > 0:
+        whole = None
+        if self._together is None:
+            weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks]).tolist()
+            known = [block for block, weight in zip(blocks, weights, strict=True) if weight > 0]
+        else:
+            whole = self._together.collect(
+                blocks, self._preconditioner, self._refresh_interval, self._step, int(self._refused)
+            )
+            known = [block for block in blocks if whole.known(block)]
+        if len(known) < len(blocks) and (int(self._refused) if whole is None else whole.refused) > 0:
             self._factors_at = None  # their first statistics were not finite: try again with the next batch
         if known:
-            failed = self._preconditioner.refresh(known, damping, self._step)
+            failed = self._preconditioner.refresh(known, damping, self._step, whole)
             self._metrics.failed_decompositions += failed
             if failed:
                 self._warner.once(
@@ -515,7 +562,13 @@ class KFAC:
                     f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
                     "the last good ones stay in use",
                 )
+        if self._together is not None:
+            self._together.spread.settle()
         self._warn_of_nan()  # the device has been waited for anyway
+
+    @property
+    def _refresh_interval(self) -> int:
+        return self._settings.at(self._step).refresh_interval
 
     def _warn_of_nan(self) -> None:
         if self._window.scale.known:
@@ -556,8 +609,25 @@ class KFAC:
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
-        """The Fisher blocks found so far; each has `names` and `to_dense()`."""
+        """The Fisher blocks found so far; each has `names` and `to_dense()`. On several ranks each has a part of the
+        statistics: `gather_blocks` brings them together.
+        """
         return list(self._registry)
+
+    @torch.no_grad()
+    def gather_blocks(self) -> list[KroneckerBlock]:
+        """The blocks with the statistics of all ranks, which must all call it; copies, to look at."""
+        if self._together is None:
+            return self.blocks
+        gathered = self._gather("gather_blocks()")
+        return self._together.whole_blocks(gathered)
+
+    def _gather(self, what: str, wait: float = WAIT, facts: Any = None) -> Gathered:
+        assert self._together is not None, "there are other ranks"
+        self._follow_registry()
+        return self._together.gather(
+            what, self._preconditioner, self._refresh_interval, self._step, wait=wait, facts=facts
+        )
 
     @property
     def damping(self) -> float:
@@ -579,7 +649,37 @@ class KFAC:
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-        return build_report(sizes, self._registry, self._preconditioner, reasons, f"{_steps(self._step)}{attached}")
+        plan = None if self._together is None else self._together.spread.plan(self._refresh_interval)
+        return build_report(
+            sizes,
+            self._registry,
+            self._preconditioner,
+            reasons,
+            f"{_steps(self._step)}{attached}",
+            owner=None if plan is None else plan.owner,
+        )
+
+    def plan(self, *, ranks: int | None = None, strategy: str | Strategy | None = None) -> Plan:
+        """Who decomposes and preconditions what, how long that should take, and what is sent. Prints as a table.
+
+        With `ranks` or `strategy` the plan of another number of ranks or strategy for the blocks of this model, which
+        needs no more than one step on one process.
+        """
+        if len(self._registry) == 0:
+            raise RuntimeError("there is nothing to plan yet: run one training step")
+        interval = self._refresh_interval
+        if self._together is not None and ranks is None and strategy is None:
+            self._together.assign(self._preconditioner, interval)
+            made = self._together.spread.plan(interval)
+            assert made is not None, "blocks have just been assigned"
+            return made
+        known = Strategy() if self._together is None else self._together.spread.strategy
+        wanted = known if strategy is None else checked_strategy(strategy, None)
+        count = whole_number("ranks", 1 if ranks is None else ranks)
+        assert count is not None, "there is no None to choose"
+        device = next(iter(self._parameters.values())).device
+        work, _ = work_of(self._registry, self._preconditioner.keys, self._preconditioner.solver)
+        return planned(work, wanted, ranks=count, device=device, interval=interval)
 
     def __repr__(self) -> str:
         how = f"solver={self._preconditioner.solver!r}, damping_rule={self._preconditioner.rule!r}"
@@ -592,17 +692,25 @@ class KFAC:
         ``predicted_kl`` ½δᵀFδ of the clipped step, as the quadratic model sees it, ``clip_factor`` ν, ``damping`` λ,
         ``eigenvalue_min`` / ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in
         steps (the oldest), ``reduction_ratio`` ρ of the last comparison (adaptive damping), and counts:
-        ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not finite).
+        ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not finite),
+        ``decompositions`` (how many so far).
+
+        On several ranks these are this rank's, and there are bytes and calls of every kind of message:
+        ``factors_bytes``, ``factors_calls`` and so on.
         """
         numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
-        return {**numbers, "reduction_ratio": self._control.ratio} if self._control.adapts else numbers
+        if self._control.adapts:
+            numbers["reduction_ratio"] = self._control.ratio
+        return numbers if self._together is None else {**numbers, **self._together.counters()}
 
     def layers(self) -> list[LayerMetrics]:
         """Range of eigenvalues, condition number and age of every decomposed block. Waits for the device, and with
-        ``solver="inverse"`` decomposes all factors: for looking now and then.
+        ``solver="inverse"`` decomposes all factors: for looking now and then. Several ranks must all call it.
         """
         damping = self.damping if self.last_damping is None else self.last_damping
-        return layer_metrics(self._preconditioner, damping=damping, step=self._step)
+        if self._together is None:
+            return layer_metrics(known_ranges(self._preconditioner), self._preconditioner.solver, damping, self._step)
+        return self._together.layer_metrics(self._preconditioner, self._refresh_interval, damping, self._step)
 
     def history(self) -> dict[str, list[float | None]]:
         """``step`` (from 0), ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last
@@ -612,14 +720,26 @@ class KFAC:
 
     # Checkpoints
 
-    def state_dict(self, *, decompositions: bool = True) -> dict[str, Any]:
+    @torch.no_grad()
+    def state_dict(self, *, decompositions: bool = True, wait: float = WAIT) -> dict[str, Any]:
         """Everything that continuing bit for bit needs, as plain tensors, numbers and strings under parameter names;
         loads with ``weights_only=True``.
 
         Without `decompositions` it is about half as large, and loading decomposes the present factors instead.
+
+        Several ranks must all call it in the same step, and all get the whole: it does not depend on how many they are
+        or on how they share the work. A rank that does not come within `wait` seconds makes it an error, on all that
+        did, and training can go on.
         """
-        generator = self._window.generator
         self._follow_registry()
+        generator = self._window.generator
+        draws = None if generator is None else generator.get_state()
+        gathered = Gathered({}, None, self._preconditioner.sides, [(draws, self._metrics.state())])
+        if self._together is not None:
+            gathered = self._gather("state_dict()", wait, (draws, self._metrics.state()))
+        counts = [counted for _, counted in gathered.told]
+        # Steps are skipped by all ranks together; the rest happens to each apart.
+        summed = {name: sum(one[name] for one in counts) for name in counts[0]}
         return {
             "version": checkpoint.VERSION,
             "solver": self._preconditioner.solver,
@@ -629,18 +749,18 @@ class KFAC:
             "refreshed_at": self._refreshed_at,
             "solved_damping": self._solved_damping,
             "stale": self._stale,
-            "metrics": self._metrics.state(),
-            "generator": None if generator is None else generator.get_state(),
+            "metrics": {**summed, "skipped_steps": counts[0]["skipped_steps"]},
+            "generator": None if draws is None else [state for state, _ in gathered.told],
             "schedules": self._settings.state(),
             "buffers": self._update.buffers.state(),
-            "blocks": checkpoint.save_blocks(self._registry),
-            "decompositions": checkpoint.save_solved(self._preconditioner) if decompositions else None,
+            "blocks": checkpoint.save_blocks(self._registry, gathered.sums, gathered.whole),
+            "decompositions": checkpoint.save_solved(self._preconditioner, gathered.sides) if decompositions else None,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict`, also before the first forward pass. One that does not fit raises, and
-        changes nothing.
+        changes nothing. Several ranks must all load the same one; it may be of another number of ranks.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict takes what state_dict() returned, got {type(state).__name__}")
@@ -650,16 +770,19 @@ class KFAC:
             if not any(map(self._observer.excludes, names(block))) and not self._window.leaves(block)
         ]
         rule = self._preconditioner.rule
-        preconditioner = Preconditioner(self._preconditioner.solver, rule, compiled=self._compiled)
+        preconditioner = self._new_preconditioner(self._preconditioner.solver, rule)
         same = state["solver"] == preconditioner.solver and (
             preconditioner.solver == "eigen" or state["damping_rule"] == preconditioner.rule
         )
         fits = state["decompositions"] is not None and same
         if fits:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
-        generator = checkpoint.load_generator(state["generator"], self._window.generator)
+        rank = 0 if self._together is None else self._together.channel.rank
+        generator = checkpoint.load_generator(state["generator"], self._window.generator, rank, state["step"])
         buffers = Buffers.load(state["buffers"], self._parameters)
         self._settings.check(state["schedules"])
+        if self._together is not None:
+            self._together.refuse_other_state(state["step"], blocks, fits=fits)
         self._window.close()
         self._window.unrecognised.clear()
         self._window.left.clear()
@@ -671,11 +794,13 @@ class KFAC:
         self._factors_at = state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
         self._solved_damping = state["solved_damping"]
-        self._metrics.load(state["metrics"])
+        self._metrics.load(state["metrics"], first=rank == 0)
         self._update.buffers = buffers
         self._settings.load(state["schedules"])
         if generator is not None and self._window.generator is not None:
             self._window.generator.set_state(generator)
+        if blocks and self._together is not None:
+            self._together.keep_share(preconditioner, self._refresh_interval)
         if blocks and not fits:
             self._refresh(blocks, self._settings.at(self._step).total_damping)
         self._arm_if_due()
@@ -685,6 +810,10 @@ class KFAC:
             "a KFAC cannot be copied or pickled: it belongs to one model. Construct one for the copy and carry the "
             "statistics over with state_dict() and load_state_dict()"
         )
+
+
+def _everything(factor: Factor) -> bool:
+    return True
 
 
 def _steps(count: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Metrics:
     ) -> dict[str, float | int | None]:
         """Plain numbers, after `step` steps; waits for the device."""
         solved = list(preconditioner.solved.values())
-        low, high = _eigenvalue_range(solved, preconditioner.solver)
+        low, high = _eigenvalue_range(known_ranges(preconditioner), preconditioner.solver)
         last = step - 1
         return {
             "step": step,
@@ -44,16 +44,17 @@ class Metrics:
             "factor_age": None if factors_at is None else last - factors_at,
             "decomposition_age": max((last - member.solved_at for member in solved), default=None),
             **self.state(),
+            "decompositions": preconditioner.decompositions,
         }
 
     def state(self) -> dict[str, int]:
         """The counts, for a checkpoint."""
         return {name: int(getattr(self, name)) for name in _COUNTERS}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continues counting from a checkpoint."""
+    def load(self, state: dict[str, Any], *, first: bool) -> None:
+        """Continues counting from a checkpoint; what ranks count apart goes on with the `first`."""
         for name in _COUNTERS:
-            setattr(self, name, int(state[name]))
+            setattr(self, name, int(state[name]) if first or name == "skipped_steps" else 0)
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,17 @@ class LayerMetrics:
     age: int
 
 
-def layer_metrics(preconditioner: Preconditioner, *, damping: float, step: int) -> list[LayerMetrics]:
-    """Of every decomposed block, after `step` steps; waits for the device once."""
-    solved = list(preconditioner.solved.values())
+def known_ranges(preconditioner: Preconditioner) -> list[SolvedBlock]:
+    """The blocks whose eigenvalues this process can tell: on several ranks those whose eigenbases it has."""
+    solved = [member for member in preconditioner.solved.values() if member.sides]
+    return solved if preconditioner.others is None or preconditioner.solver == "eigen" else []
+
+
+def layer_metrics(solved: Sequence[SolvedBlock], solver: str, damping: float, step: int) -> list[LayerMetrics]:
+    """Of some blocks, after `step` steps; waits for the device once."""
     if not solved:
         return []
-    ranges = torch.stack([torch.stack(_range(member, preconditioner.solver)).double() for member in solved])
+    ranges = torch.stack([torch.stack(_range(member, solver)).double() for member in solved])
     return [
         LayerMetrics(member.block.key, low, high, (high + damping) / (low + damping), step - 1 - member.solved_at)
         for member, (low, high) in zip(solved, ranges.clamp(min=0).tolist(), strict=True)

@@ -44,6 +44,12 @@ class Owner(Protocol):
     def half(self) -> None:
         """The derivatives are float16."""
 
+    def takes(self, factor: Factor) -> bool:
+        """Whether a factor's statistics are taken here, and not by another rank."""
+
+    def factors_of(self, use: Use) -> Sequence[Factor] | None:
+        """The factors that a use's statistics will go to, where its block is known."""
+
     clock: Clock  # what the time of taking statistics is told to
 
 
@@ -174,7 +180,7 @@ class Pass:
 
     def _needs(self, factor: Factor, *, shared: bool) -> bool:
         """Whether a factor still lacks a use's statistics: one that uses share is filled by the first of them."""
-        if shared and factor in self._filled:
+        if (shared and factor in self._filled) or not self._owner.takes(factor):
             return False
         self._filled.add(factor)
         return True
@@ -245,7 +251,7 @@ class Pass:
                         kept[number] = saved if use.operation.keeps_saved else small
                     if number in self._first_use:
                         self._sum(self._first_use[number], use, grad, kept[number], summed)
-                    else:
+                    elif self._wants(use)[0]:
                         diagonal = self._diagonals(use)[0]
                         add(number, use.operation.output_factor(grad, kept[number], diagonal=diagonal))
             if parameters:
@@ -263,13 +269,20 @@ class Pass:
         nodes = dict.fromkeys([*anchors, *(one.node for one in found)])
         self.handles += [node.register_prehook(lambda _: self._count()) for node in nodes]
 
+    def _wants(self, use: Use) -> list[bool]:
+        """Which sides of a use are to be computed here: all, where its block is not known yet."""
+        factors = self._owner.factors_of(use)
+        return [True] * (1 + len(use.form.columns)) if factors is None else [self._owner.takes(f) for f in factors]
+
     def _keep_inputs(self, number: int, saved: Sequence[Tensor], rows: int | Tensor) -> None:
         use = self.uses[number]
-        moments = _input_factors(use, saved, self._diagonals(use)[1:])
+        moments = _input_factors(use, saved, self._diagonals(use)[1:]) if any(self._wants(use)[1:]) else None
 
         def deliver(taps: list[Tap]) -> None:
             tap = taps[number]
             tap.orientation.add_rows(rows)
+            if moments is None:
+                return
             for factor, moment, shared in zip(tap.orientation.sides[1:], moments, tap.shared[1:], strict=True):
                 if self._needs(factor, shared=shared):
                     factor.add(moment, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from natgrad.blocks.factor import Factor
@@ -16,7 +16,8 @@ NOT_YET = "not known yet: run one training step"
 @dataclass(frozen=True)
 class Line:
     """One parameter, or one covered slice of it. `reason` says why a parameter is left to the optimizer; empty where
-    it is covered. `note` says why a covered one has no better approximation.
+    it is covered. `note` says why a covered one has no better approximation. `owner` names the rank, or ranks, that
+    decompose its factors, where there are several.
     """
 
     parameter: str
@@ -26,6 +27,7 @@ class Line:
     reason: str = ""
     elements: int = 0
     note: str = ""
+    owner: str = ""
 
     @property
     def covered(self) -> bool:
@@ -58,13 +60,14 @@ class Report:
         return sum(line.bytes for line in self.lines)
 
     def __str__(self) -> str:
-        rows = [("parameter", "block", "factors", "memory")]
+        rows = [("parameter", "block", "factors", "memory", "rank" if any(line.owner for line in self.lines) else "")]
         rows += [
-            (line.parameter, line.block, line.factors, memory(line.bytes))
+            (line.parameter, line.block, line.factors, memory(line.bytes), line.owner)
             if line.covered
             else (
                 line.parameter,
                 line.reason if line.reason == NOT_YET else f"left to the optimizer: {line.reason}",
+                "",
                 "",
                 "",
             )
@@ -76,6 +79,7 @@ class Report:
         text = []
         for row in rows:
             cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3].rjust(widths[3])]
+            cells.append(row[4])
             text.append("  ".join(cells).rstrip())
         # Notes of layers alike are said once, under the table.
         notes: dict[str, list[str]] = {}
@@ -110,6 +114,8 @@ def build_report(
     preconditioner: Preconditioner,
     reasons: Mapping[str, str],
     state: str,
+    *,
+    owner: Callable[[str], str] | None = None,
 ) -> Report:
     """A line for every parameter: its blocks, or the reason why it has none."""
     counted: set[int] = set()
@@ -127,7 +133,9 @@ def build_report(
         if blocks[0].weight.box is not None:
             kind += " " + " ".join(block.weight.label.removeprefix(name) for block in blocks)
         memory = sum(_bytes(block, preconditioner, counted) for block in blocks)
-        lines.append(Line(name, kind, factors, memory, elements=elements, note=blocks[0].form.note))
+        owners = "" if owner is None else " ; ".join(dict.fromkeys(owner(block.key) for block in blocks))
+        note = blocks[0].form.note
+        lines.append(Line(name, kind, factors, memory, elements=elements, note=note, owner=owners))
     return Report(tuple(lines), state)
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -22,10 +22,9 @@ from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE, USES
 from natgrad.capture.graph import Graph, marks
 from natgrad.capture.search import find_uses
-from natgrad.capture.use import Findings
+from natgrad.capture.use import Findings, Use
 from natgrad.capture.watch import Inputs
 from natgrad.clock import Clock, NoClock
-from natgrad.distribute.replicas import sum_over_ranks
 from natgrad.loss_scale import LossScale
 from natgrad.options import Hyperparameter, choice
 from natgrad.passes import Pass
@@ -48,6 +47,14 @@ def checked_accumulation(value: Any) -> Hyperparameter | str | None:
     return Hyperparameter("accumulated_loss", value, above=0)
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What only other ranks have statistics of in this step."""
+
+    orientations: list[Orientation]
+    factors: list[Factor]
+
+
 class Window:
     """What has been seen since the last step that took statistics. `problem` says why a pass could not be used."""
 
@@ -63,14 +70,13 @@ class Window:
         fallback: Fallback,
         accumulated: Hyperparameter | str | None,
         scale: LossScale,
-        ranks: dist.ProcessGroup | None,
+        takes: Callable[[Factor], bool],
         warn: Callable[[str, str], None],
     ) -> None:
         self.registry = registry
         self.scale = scale
         self.clock: Clock = NoClock()
-        self._ranks = ranks
-        self._gathered = 0.0  # loss terms of what waits for a commit, of all ranks
+        self.takes = takes  # whether this process computes a factor's statistics, or another rank does
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
         self._choices = choices
@@ -262,6 +268,15 @@ class Window:
         self._claimed.add((name, task))
         return new
 
+    def factors_of(self, use: Use) -> list[Factor] | None:
+        """The factors that a use's statistics will go to; None where its block is not known yet."""
+        block = self.registry.find(use.weight.label)
+        if block is None:
+            return None
+        orientation = block.straight if use.weight == block.weight else block.swapped
+        fits = orientation is not None and len(orientation.sides) == 1 + len(use.form.columns)
+        return orientation.sides if orientation is not None and fits else None
+
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
         self._warn(
@@ -324,51 +339,25 @@ class Window:
             current.finish(alone=tasks.count(current.task) == 1)
         return self._fallback.refused == before
 
-    def commit(self, step: int, decay: float, usable: Tensor | None = None) -> Tensor:
-        """Moves the running averages of every block that was used, unless the whole step is not `usable`.
+    def commit(
+        self, step: int, decay: float, usable: Tensor | None = None, elsewhere: Elsewhere | None = None
+    ) -> Tensor:
+        """Moves the running averages of every block that was used, here or on other ranks, by what came in as
+        derivatives of a mean; unless the whole step is not `usable`.
 
         Returns how many factors were refused as not finite, on the device.
         """
-        commit_counts(self._used(), decay, self._gathered)
-        finite = commit(self.registry.factors(), decay, usable)
+        if self.fisher == "empirical":
+            scale_moments([orientation.row for orientation in self._used()], self._loss_factor(step))
+        used = [*self._used(), *(() if elsewhere is None else elsewhere.orientations)]
+        commit_counts(used, decay, self.terms)
+        resting = None if elsewhere is None else elsewhere.factors
+        finite = commit(self.registry.factors(), decay, usable, resting)
         self.close()
         return (~finite).sum()
 
     def _used(self) -> list[Orientation]:
         return [o for block in self.registry for o in block.orientations if o.has_pending]
-
-    @property
-    def waited_for(self) -> bool:
-        """Whether other ranks expect this one to take part, although nothing of its batch counts."""
-        return self._ranks is not None and self.ignored and len(self.registry) > 0
-
-    def gather(self, step: int) -> bool:
-        """Once the backward passes are over: what came in, as derivatives of a mean, of all ranks together. False where
-        nothing came in anywhere.
-        """
-        if self.fisher == "empirical":
-            scale_moments([orientation.row for orientation in self._used()], self._loss_factor(step))
-        self._gathered = self.terms if self._ranks is None else self._sum_over_ranks(self._ranks)
-        return self._gathered > 0
-
-    def _sum_over_ranks(self, ranks: dist.ProcessGroup) -> float:
-        """Replaces what came in on this rank by what came in on all of them; returns the terms of all. A rank that has
-        nothing of a layer, or nothing at all, adds zeros: all must take part.
-        """
-        factors = self.registry.factors()
-        orientations = [o for block in self.registry for o in block.orientations]
-        moments = [torch.zeros_like(one.sum) if one.pending is None else one.pending for one in factors]
-        counted: list[Factor | Orientation] = [*factors, *orientations]
-        counts = [*(one.pending_rows for one in counted), self.terms]
-        labels = [block.key for block in self.registry]
-        summed, numbers = sum_over_ranks(moments, counts, labels=labels, group=ranks)
-        for one, rows in zip(counted, numbers, strict=False):
-            one.pending_rows = rows
-        for factor, moment in zip(factors, summed, strict=True):
-            factor.pending = moment if factor.pending_rows else None
-        for orientation in orientations:
-            orientation.has_pending = bool(orientation.pending_rows)
-        return numbers[-1]
 
     def _loss_factor(self, step: int) -> float | Tensor:
         """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that
@@ -404,13 +393,14 @@ class Window:
             return False
         return (self._choices.vectors if block.form.source == USES else self._fallback.how) == "optimizer"
 
-    def without_statistics(self) -> list[KroneckerBlock]:
-        """Blocks that no pass of this window used."""
+    def without_statistics(self, elsewhere: Elsewhere | None = None) -> list[KroneckerBlock]:
+        """Blocks that no pass of this window used, on any rank."""
         refused = PER_CASE if self._fallback.refused or self._fallback.failures else ""
+        others = set() if elsewhere is None else set(elsewhere.orientations)
         return [
             block
             for block in self.registry
-            if block.form.source != refused and not any(o.has_pending for o in block.orientations)
+            if block.form.source != refused and not any(o.has_pending or o in others for o in block.orientations)
         ]
 
 

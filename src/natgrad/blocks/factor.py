@@ -8,7 +8,7 @@ ranks or micro-batches are exact, and nothing starts from a made-up identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,28 +82,53 @@ def scale_moments(factors: Iterable[Factor], factor: float | Tensor) -> None:
         torch._foreach_mul_(moments, factor**2)
 
 
-def commit(factors: Iterable[Factor], decay: float, usable: Tensor | None = None) -> Tensor:
+def commit(
+    factors: Iterable[Factor],
+    decay: float,
+    usable: Tensor | None = None,
+    resting: Collection[Factor] | None = None,
+) -> Tensor:
     """Moves the running averages by what came in, each unless that is not finite, and none unless `usable`.
+
+    On several ranks `resting` are the factors that only others have statistics of: here the past fades, as it does
+    there. What is not finite then counts as no statistics of this rank.
 
     Returns which were finite, on the device. All factors together, so that this is a few launches and one a factor.
     """
+    if resting:
+        _fade(resting, decay, usable)
     moved = [factor for factor in factors if factor.pending is not None]
     moments = [factor.pending for factor in moved if factor.pending is not None]
+    if not moved:
+        return torch.ones(0, dtype=torch.bool)
     finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
     if usable is not None:
         finite = finite & usable.to(finite.device)
     # Into the moments, which nobody needs any more: no third copy of all factors.
     torch._foreach_add_(moments, [factor.sum for factor in moved], alpha=decay)
+    past = torch.ones((), dtype=torch.float64, device=finite.device)  # what is left of it where nothing comes in
+    if resting is not None:
+        past = past * decay if usable is None else torch.where(usable, decay, past)
     for factor, flag, total in zip(moved, finite.unbind(), moments, strict=True):
-        torch.where(flag, total, factor.sum, out=factor.sum)
+        before = factor.sum if resting is None else factor.sum * past.to(total.dtype)
+        torch.where(flag, total, before, out=factor.sum)
     weights = [factor.weight for factor in moved]
     raised = list(torch._foreach_mul(weights, decay))
     add_counts(raised, [factor.pending_rows for factor in moved])
-    kept = torch.where(finite, torch.stack(raised), torch.stack(weights))
+    kept = torch.where(finite, torch.stack(raised), torch.stack(weights) * past)
     torch._foreach_copy_(weights, list(kept.unbind()))
     for factor in moved:
         factor.discard()
     return finite
+
+
+def _fade(factors: Collection[Factor], decay: float, usable: Tensor | None) -> None:
+    """Takes the past of factors a step further away, unless the step is not `usable`."""
+    tensors = [tensor for factor in factors for tensor in (factor.sum, factor.weight)]
+    if usable is None:
+        torch._foreach_mul_(tensors, decay)
+    else:
+        multiply_all(tensors, torch.where(usable, decay, torch.ones((), dtype=torch.float64, device=usable.device)))
 
 
 def add_counts(totals: Sequence[Tensor], counts: Sequence[Rows]) -> None:

@@ -29,6 +29,12 @@ class Estimate:
 
     sides: tuple[Tensor, ...]
     scale: Tensor
+    summed_traces: tuple[Tensor, ...] | None = None  # of the sides, where all ranks must have the same bits
+
+    @property
+    def traces(self) -> tuple[Tensor, ...]:
+        """Of every side, (stack,)."""
+        return tuple(map(_trace, self.sides)) if self.summed_traces is None else self.summed_traces
 
     @property
     def row(self) -> Tensor:
@@ -47,6 +53,24 @@ class Estimate:
             _acting(self.sides[0], matrices.mT).mT, self.sides[1:], [side.shape[-1] for side in self.sides[1:]], _acting
         )
         return product * self.scale[:, None, None]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What several ranks have together, each of which has a part: every factor's mean (or, where its sum is elsewhere,
+    a diagonal with the same trace), its trace and weight, and the orientations' rows and terms. `refused` counts
+    statistics that were not finite.
+    """
+
+    means: Mapping[Factor, Tensor]
+    traces: Mapping[Factor, Tensor]
+    weights: Mapping[Factor, float]
+    counts: Mapping[Orientation, tuple[float, float]]
+    refused: int
+
+    def known(self, block: KroneckerBlock) -> bool:
+        """Whether every factor of an orientation has seen rows."""
+        return any(orientation.known(self) for orientation in block.orientations)
 
 
 class Orientation:
@@ -90,14 +114,23 @@ class Orientation:
         """Above zero once every factor has seen rows."""
         return torch.stack([factor.weight for factor in self.sides]).amin()
 
-    def known(self) -> bool:
+    def known(self, whole: Whole | None = None) -> bool:
         """Whether every factor has seen rows; asks the device."""
+        if whole is not None:
+            return min(whole.weights[factor] for factor in self.sides) > 0
         return bool(self.weight > 0)
 
-    def estimate(self) -> Estimate:
-        """Means and scale."""
-        scale = (self.counts[0] / self.counts[1]).to(self.row.sum.dtype)
-        return Estimate(tuple(factor.mean() for factor in self.sides), scale.expand(self.row.stack))
+    def estimate(self, whole: Whole | None = None) -> Estimate:
+        """Means and scale, of this process or of all ranks."""
+        if whole is None:
+            scale = (self.counts[0] / self.counts[1]).to(self.row.sum.dtype)
+            return Estimate(tuple(factor.mean() for factor in self.sides), scale.expand(self.row.stack))
+        rows, terms = whole.counts[self]
+        return Estimate(
+            tuple(whole.means[factor] for factor in self.sides),
+            self.row.sum.new_full((self.row.stack,), rows / terms),
+            tuple(whole.traces[factor] for factor in self.sides),
+        )
 
 
 def commit_counts(orientations: Sequence[Orientation], decay: float, terms: float) -> None:
@@ -168,16 +201,16 @@ class KroneckerBlock:
         for orientation in self.orientations:
             yield from orientation.sides
 
-    def estimate(self) -> Estimate:
-        """The undamped block, as factors and scale."""
+    def estimate(self, whole: Whole | None = None) -> Estimate:
+        """The undamped block, as factors and scale: of this process's statistics, or of all ranks' together."""
         if self.swapped is None:
-            return self.straight.estimate()
+            return self.straight.estimate(whole)
         estimates = []
-        if self.straight.known():
-            estimates.append(self.straight.estimate())
-        if self.swapped.known():
-            swapped = self.swapped.estimate()
-            estimates.append(Estimate((swapped.column, swapped.row), swapped.scale))
+        if self.straight.known(whole):
+            estimates.append(self.straight.estimate(whole))
+        if self.swapped.known(whole):
+            swapped = self.swapped.estimate(whole)
+            estimates.append(Estimate((swapped.column, swapped.row), swapped.scale, swapped.traces[::-1]))
         return combine_orientations(estimates)
 
     @torch.no_grad()
@@ -219,7 +252,7 @@ def combine_orientations(estimates: Sequence[Estimate]) -> Estimate:
     """
     rows, columns, traces = [], [], []
     for estimate in estimates:
-        row_trace, column_trace = _trace(estimate.row), _trace(estimate.column)
+        row_trace, column_trace = estimate.traces
         traces.append(estimate.scale * row_trace * column_trace)
         rows.append(_normalised(estimate.row, row_trace))
         columns.append(_normalised(estimate.column, column_trace))

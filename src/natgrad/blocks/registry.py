@@ -43,6 +43,10 @@ class Registry:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def find(self, key: str) -> KroneckerBlock | None:
+        """The block of this key."""
+        return self._blocks.get(key)
+
     def covering(self, name: str) -> list[KroneckerBlock]:
         """The blocks that cover a parameter or slices of it."""
         return [block for block in self if any(layout.name == name for layout in block.layouts)]

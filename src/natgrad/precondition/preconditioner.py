@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.blocks.kronecker import Estimate, KroneckerBlock
+from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
@@ -20,13 +21,43 @@ LearningRate = float | Tensor
 Rates = LearningRate | list[list[LearningRate]]
 
 
-class Preconditioner:
-    """The solved sides of all blocks, and the products with them, by compiled code where asked for."""
+class Others(Protocol):
+    """The other ranks, of which each does a part of the work: see `natgrad.distribute.spread`."""
 
-    def __init__(self, solver: str, rule: str, *, compiled: bool = False) -> None:
+    def solves(self, key: Hashable) -> bool:
+        """Whether a side is decomposed here."""
+
+    def holds(self, block: KroneckerBlock) -> bool:
+        """Whether a block is preconditioned here."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether some blocks are preconditioned elsewhere."""
+
+    def share_solutions(self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str) -> None:
+        """Completes the sides of the blocks that are held here."""
+
+    def share_directions(
+        self, own: Mapping[str, Tensor], length: Tensor, solved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The directions of all solved blocks, and the sum of all squared lengths."""
+
+    def total(self, own: Tensor) -> Tensor:
+        """The sum over teams of a number that every member has."""
+
+
+class Preconditioner:
+    """The solved sides of all blocks, and the products with them, by compiled code where asked for. `others` are the
+    ranks that share the work; `solved` has their blocks too, without sides.
+    """
+
+    def __init__(self, solver: str, rule: str, *, compiled: bool = False, others: Others | None = None) -> None:
         self.solver = solver
         self.rule = rule
+        self.others = others
+        self.decompositions = 0  # sides that this process has decomposed so far
         self._compiled = torch.compile(self._replace) if compiled else None
+        self._compiled_directions = torch.compile(self._directions) if compiled else self._directions
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
         self._stacks: list[Stack] = []
@@ -41,22 +72,32 @@ class Preconditioner:
         return tuple((block.key, number) for number in range(len(block.straight.sides)))
 
     @torch.no_grad()
-    def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int) -> int:
-        """Decomposes the blocks' present factors. Returns how many failed and kept their last good form."""
-        estimates = {block: block.estimate() for block in blocks}
+    def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int, whole: Whole | None = None) -> int:
+        """Decomposes the blocks' present factors, on several ranks (which have the `whole` together) this one's share.
+        Returns how many failed and kept their last good form.
+        """
+        others = self.others
         factors: dict[Hashable, Tensor] = {}
         scales: dict[KroneckerBlock, Tensor] = {}
-        for block, estimate in estimates.items():
+        held: dict[Hashable, Tensor] = {}
+        for block in blocks:
+            estimate = block.estimate(whole)
             sides, scales[block] = self._prepare(estimate, damping)
-            factors.update(zip(self.keys(block), sides, strict=True))
+            own = dict(zip(self.keys(block), sides, strict=True))
+            factors |= {key: side for key, side in own.items() if others is None or others.solves(key)}
+            if others is not None and others.holds(block):
+                held |= _shapes(block, self.keys(block))
         result: Solved = solve_eigen(factors) if self.solver == "eigen" else solve_inverse(factors)
+        self.decompositions += len(factors)
         for key, side in result.sides.items():
             if key in self._sides:
                 self._sides[key].update(side, result.failed[key])
             else:
                 self._sides[key] = side
+        if others is not None:
+            others.share_solutions(held, self._sides, self.solver)
         for block, scale in scales.items():
-            self._install(block, scale, step)
+            self._install(block, scale, step, held=others is None or others.holds(block))
         return sum(map(sum, result.failed.values()))
 
     def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -64,8 +105,8 @@ class Preconditioner:
             return estimate.sides, estimate.scale
         return damped_sides(estimate, self.rule, damping)
 
-    def _install(self, block: KroneckerBlock, scale: Tensor, step: int) -> None:
-        sides = tuple(self._sides[key] for key in self.keys(block))
+    def _install(self, block: KroneckerBlock, scale: Tensor, step: int, *, held: bool) -> None:
+        sides = tuple(self._sides[key] for key in self.keys(block)) if held else ()
         present = self.solved.get(block.key)
         if present is not None and (present.block, present.sides) == (block, sides):
             present.scale.copy_(scale)
@@ -75,10 +116,33 @@ class Preconditioner:
             self._stacks = []
 
     def adopt(self, block: KroneckerBlock, sides: Sequence[Side], scale: Tensor, solved_at: int) -> None:
-        """Takes a solution from a checkpoint; sides that blocks share are kept once."""
-        for key, side in zip(self.keys(block), sides, strict=True):
-            self._sides.setdefault(key, side)
-        self._install(block, scale, solved_at)
+        """Takes a solution from a checkpoint; sides that blocks share are kept once. No sides: it is held elsewhere."""
+        if sides:
+            for key, side in zip(self.keys(block), sides, strict=True):
+                self._sides.setdefault(key, side)
+        self._install(block, scale, solved_at, held=bool(sides))
+
+    def release(self) -> None:
+        """Lets go of the solutions that other ranks hold."""
+        assert self.others is not None, "there are other ranks"
+        for key, member in self.solved.items():
+            if not self.others.holds(member.block):
+                self.solved[key] = SolvedBlock(member.block, (), member.scale.clone(), member.solved_at)
+        held = {name for member in self.solved.values() if member.sides for name in self.keys(member.block)}
+        self._sides = {name: side for name, side in self._sides.items() if name in held}
+        self._stacks = []
+
+    @property
+    def sides(self) -> Mapping[Hashable, Side]:
+        """The solved sides that this process has, by key."""
+        return self._sides
+
+    def shapes(self) -> dict[Hashable, Tensor]:
+        """For every side of every solved block, held here or not, a tensor of its shape and dtype without memory."""
+        found: dict[Hashable, Tensor] = {}
+        for member in self.solved.values():
+            found |= _shapes(member.block, self.keys(member.block))
+        return found
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Forgets what belongs to blocks that are no more; sides that became separate start from their common past."""
@@ -89,6 +153,9 @@ class Preconditioner:
             block = present.get(key)
             if block is not old.block:
                 continue  # gone, or another one under the same name
+            if not old.sides:
+                solved[key] = old
+                continue
             for name, side in zip(self.keys(old.block), old.sides, strict=True):
                 taken = any(side is other for other in sides.values())
                 if name not in sides:
@@ -115,23 +182,20 @@ class Preconditioner:
         given, holds tensors whose norm each block's direction takes over (grafting).
         """
         stacks = [stack for stack in self._present_stacks() if stack.has_gradient(gradients)]
-        if not stacks:
+        apart = self.others is not None and self.others.apart and bool(self.solved)
+        if not stacks and not apart:
             return None
         rates = [_rates(stack, learning_rate) for stack in stacks]
-        if self._compiled is None:
+        if apart:
+            clipped = self._replace_together(stacks, gradients, damping, kappa, rates, finite, norms)
+        elif self._compiled is None:
             clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
         else:
             # Numbers as tensors: compiled code must not be made anew for every value of a schedule.
-            number = _Numbers(next(iter(self.solved.values())).scale)
-            clipped = self._compiled(
-                stacks,
-                gradients,
-                number(damping),
-                None if kappa is None else number(kappa),
-                [number(one) if isinstance(one, float) else one for one in rates],
-                finite,
-                norms,
-            )
+            number = self._numbers()
+            cap = None if kappa is None else number(kappa)
+            tensors = [number(one) if isinstance(one, float) else one for one in rates]
+            clipped = self._compiled(stacks, gradients, number(damping), cap, tensors, finite, norms)
         for name, mask in self._uncovered.items():
             # A raw gradient at a natural gradient's learning rate is no step to take.
             if (whole := gradients[name]) is not None:
@@ -139,9 +203,12 @@ class Preconditioner:
                 whole.masked_fill_(self._uncovered[name], 0)
         return clipped
 
+    def _numbers(self) -> _Numbers:
+        return _Numbers(next(iter(self.solved.values())).scale)
+
     def _present_stacks(self) -> list[Stack]:
         if not self._stacks:
-            self._stacks = _stacked(self.solved.values())
+            self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks
 
@@ -152,7 +219,7 @@ class Preconditioner:
         What is left out of it does not move, and what no block covers has no curvature. Eigenbases are those of the
         last refresh; inverses cannot tell, and the factors as they are now do.
         """
-        blocks = [member.block for member in self.solved.values()]
+        blocks = [member.block for member in self.solved.values() if member.sides]
         still: dict[str, Tensor | None] = {layout.name: None for block in blocks for layout in block.layouts}
         moving = {**still, **direction}
         if self.solver == "eigen":
@@ -165,7 +232,8 @@ class Preconditioner:
                 if any(moving[layout.name] is not None for layout in block.layouts)
             ]
         some = next(iter(direction.values()))
-        return torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)
+        own = torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)
+        return own if self.others is None or not self.others.apart else self.others.total(own)
 
     def _replace(
         self,
@@ -178,6 +246,24 @@ class Preconditioner:
         norms: Mapping[str, Tensor] | None,
     ) -> Clip:
         """All arithmetic of a step, from the gradients' memory back into it."""
+        directions, length = self._directions(stacks, gradients, damping, rates, norms)
+        clipped = clip(length, kappa)
+        if finite is not None:
+            clipped = replace(clipped, finite=clipped.finite & finite)
+        for stack, direction in zip(stacks, directions, strict=True):
+            # Into the gradients' own memory: DDP's buckets are views of it.
+            torch._foreach_copy_(*stack.scatter(_clipped(direction, clipped), gradients))
+        return clipped
+
+    def _directions(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: float | Tensor,
+        rates: Sequence[Rates],
+        norms: Mapping[str, Tensor] | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """The stacks' directions before the clip, and α² vᵀ∇ of them all."""
         directions: list[Tensor] = []
         lengths: list[Tensor] = []
         for stack, rate in zip(stacks, rates, strict=True):
@@ -189,14 +275,68 @@ class Preconditioner:
                 gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
             directions.append(direction)
             lengths.append(_squared_length(stack, gradient * direction, rate))
-        clipped = clip(torch.stack(lengths).sum(), kappa)
+        return directions, torch.stack(lengths).sum()
+
+    def _replace_together(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: float,
+        kappa: float | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+        norms: Mapping[str, Tensor] | None,
+    ) -> Clip:
+        """The same with ranks that have preconditioned other blocks: every direction comes from one team."""
+        assert self.others is not None, "there are other ranks"
+        own: dict[str, Tensor] = {}
+        length = next(iter(self.solved.values())).scale.new_zeros((), dtype=torch.float64)
+        if stacks:
+            compiled = self._compiled is not None
+            number = self._numbers()
+            directions, length = self._compiled_directions(
+                stacks,
+                gradients,
+                number(damping) if compiled else damping,
+                [number(one) if compiled and isinstance(one, float) else one for one in rates],
+                norms,
+            )
+            for stack, direction in zip(stacks, directions, strict=True):
+                parts = stack.members_parts(direction)
+                own |= {m.block.key: part for m, part in zip(stack.members, parts, strict=True)}
+        blocks = {key: member.block for key, member in self.solved.items()}
+        shapes = {key: (block.shape, block.straight.row.sum.dtype) for key, block in blocks.items()}
+        for key, member in self.solved.items():  # what has no gradient now
+            if member.sides and key not in own:
+                own[key] = torch.zeros(shapes[key][0], dtype=shapes[key][1], device=member.scale.device)
+        found, total = self.others.share_directions(own, length, shapes)
+        clipped = clip(total, kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
-        for stack, direction in zip(stacks, directions, strict=True):
-            scaled = torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
-            # Into the gradients' own memory: DDP's buckets are views of it.
-            torch._foreach_copy_(*stack.scatter(scaled, gradients))
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for key, direction in found.items():
+            layouts = blocks[key].layouts
+            columns = _clipped(direction, clipped).split([layout.shape[2] for layout in layouts], dim=2)
+            for layout, part in zip(layouts, columns, strict=True):
+                if (gradient := gradients[layout.name]) is not None:
+                    targets.append(layout.region(gradient))
+                    sources.append(layout.from_matrix(part))
+        torch._foreach_copy_(targets, sources)
         return clipped
+
+
+def _clipped(direction: Tensor, clipped: Clip) -> Tensor:
+    return torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
+
+
+def _shapes(block: KroneckerBlock, keys: Sequence[Hashable]) -> dict[Hashable, Tensor]:
+    """For every side of a block a tensor of its shape and dtype, without memory of its own."""
+    sides = [factor.sum for factor in block.straight.sides]
+    if block.swapped is not None:  # mixed with the other orientation's: dense if either is
+        pairs = zip(sides, (factor.sum for factor in reversed(block.swapped.sides)), strict=True)
+        sides = [one if one.dim() == 3 else other for one, other in pairs]
+    return dict(zip(keys, sides, strict=True))
 
 
 class _Numbers:

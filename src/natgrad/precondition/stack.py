@@ -15,7 +15,7 @@ from natgrad.solve.solver import Side
 
 class SolvedBlock:
     """A block with its solved sides and the scale that belongs to them (for an inverse: what its product is divided
-    by).
+    by). No sides: another rank has them.
     """
 
     def __init__(self, block: KroneckerBlock, sides: tuple[Side, ...], scale: Tensor, solved_at: int) -> None:

@@ -104,7 +104,7 @@ def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[tuple[T
     """The sides of a block with a factored rule's damping added, and what the product of their inverses is divided
     by.
     """
-    means = [side.mean(-1) if side.dim() == 2 else side.diagonal(dim1=-2, dim2=-1).mean(-1) for side in estimate.sides]
+    means = [trace / side.shape[-1] for trace, side in zip(estimate.traces, estimate.sides, strict=True)]
     damped = factored_damping(rule, means, estimate.scale, damping)
     sides = tuple(
         _damp(side, multiply, add)

@@ -1,0 +1,44 @@
+"""Ranks that were started with different models, options or versions, told before anything is computed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.distribute.channel import Channel
+
+
+def refuse_disagreement(channel: Channel, parameters: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+    """Raises on all ranks, with the same words, where one differs from the first."""
+    mine = {
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "device": next(iter(parameters.values())).device.type if parameters else "cpu",
+        **{
+            f"the model's parameter {name}": f"{tuple(one.shape)} {one.dtype}{'' if one.requires_grad else ', frozen'}"
+            for name, one in parameters.items()
+        },
+        **{f"the option {name}": described(value) for name, value in options.items()},
+    }
+    told = channel.meet("the construction of KFAC", mine)
+    for rank, other in enumerate(told):
+        for what in dict.fromkeys([*told[0], *other]):
+            here, there = told[0].get(what, "missing"), other.get(what, "missing")
+            if here != there:
+                raise ValueError(f"the ranks disagree on {what}: on rank 0 it is {here}, on rank {rank} it is {there}")
+
+
+def described(value: Any) -> str:
+    """An option's value in words that are the same in all processes that were given the same."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {described(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(described, value)) + "]"
+    text = repr(value)
+    if " at 0x" not in text:
+        return text
+    return getattr(value, "__qualname__", type(value).__qualname__)

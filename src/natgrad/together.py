@@ -1,0 +1,216 @@
+"""What a KFAC does together with those of other ranks: agree on what came in, hand sums over, gather everything."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from natgrad import checkpoint
+from natgrad.blocks.factor import Factor
+from natgrad.blocks.kronecker import KroneckerBlock, Whole
+from natgrad.blocks.registry import Registry
+from natgrad.distribute.channel import Channel, OutOfStepError
+from natgrad.distribute.spread import Spread
+from natgrad.distribute.union import (
+    Outline,
+    digest,
+    factor_names,
+    names_in,
+    orientation_names,
+    outline,
+    unite,
+)
+from natgrad.metrics import LayerMetrics, known_ranges, layer_metrics
+from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.precondition.stack import SolvedBlock
+from natgrad.solve.solver import Side
+from natgrad.window import Elsewhere, Window
+
+WAIT = 60.0
+"""Seconds for ranks that are asked to come together between steps."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What came in on all ranks together. `ignored`: somewhere a batch came by of which nothing counts."""
+
+    terms: float
+    complete: bool
+    ignored: bool
+    elsewhere: Elsewhere
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Everything that the ranks have in parts, on all of them. `told` are facts of each rank."""
+
+    sums: Mapping[Factor, Tensor]
+    whole: Whole | None
+    sides: Mapping[Hashable, Side]
+    told: Sequence[Any]
+
+
+class Together:
+    """The other ranks, as `KFAC` sees them."""
+
+    def __init__(self, spread: Spread, registry: Registry, parameters: Mapping[str, Tensor]) -> None:
+        self.spread = spread
+        self._registry = registry
+        self._parameters = parameters
+        self._drawn: tuple[int, Outline, str] | None = None  # of this version of the registry
+
+    @property
+    def channel(self) -> Channel:
+        """What everything goes through."""
+        return self.spread.channel
+
+    def _outline(self) -> tuple[Outline, str]:
+        if self._drawn is None or self._drawn[0] != self._registry.version:
+            drawn = outline(self._registry)
+            self._drawn = (self._registry.version, drawn, digest(drawn))
+        return self._drawn[1], self._drawn[2]
+
+    # Statistics
+
+    def agree_on_statistics(self, step: int, window: Window) -> Agreed:
+        """Finishes the window and compares notes: which blocks there are, which had statistics anywhere. A rank that
+        cannot go on says so, and none does.
+        """
+        place = f"the statistics of step {step}"
+        problem: Exception | None = None
+        complete = False
+        try:
+            complete = window.finish()
+        except Exception as error:  # told to all, and raised here
+            problem = error
+        idle = [n for n, (_, one) in enumerate(orientation_names(self._registry)) if not one.has_pending]
+        empty = [n for n, one in enumerate(factor_names(self._registry).values()) if one.pending is None]
+        facts = {
+            "blocks": self._outline()[1],
+            "terms": window.terms,
+            "complete": complete,
+            "ignored": window.ignored,
+            "idle": idle,
+            "empty": empty,
+            "problem": "" if problem is None else f"{type(problem).__name__}: {problem}",
+        }
+        told = self.channel.meet(place, facts)
+        if problem is not None:
+            raise problem
+        for rank, one in enumerate(told):
+            if one["problem"]:
+                raise OutOfStepError(f"rank {rank} cannot go on at {place}: {one['problem']}")
+        outlines = self._unite([one["blocks"] for one in told], place)
+        used, filled = set(), set()
+        for drawn, one in zip(outlines, told, strict=True):
+            orientations, factors = names_in(drawn)
+            used |= {name for n, name in enumerate(orientations) if n not in set(one["idle"])}
+            filled |= {name for n, name in enumerate(factors) if n not in set(one["empty"])}
+        elsewhere = Elsewhere(
+            [one for name, one in orientation_names(self._registry) if name in used and not one.has_pending],
+            [one for name, one in factor_names(self._registry).items() if name in filled and one.pending is None],
+        )
+        return Agreed(
+            sum(one["terms"] for one in told),
+            all(one["complete"] for one in told),
+            any(one["ignored"] for one in told),
+            elsewhere,
+        )
+
+    def _unite(self, digests: Sequence[str], place: str) -> list[Outline]:
+        """The outlines of all ranks; where they differ, this one's blocks become those of all."""
+        mine, own = self._outline()
+        if all(other == own for other in digests):
+            return [mine] * len(digests)
+        outlines: list[Outline] = self.channel.meet(f"{place}: blocks", mine)
+        unite(self._registry, outlines, self._parameters)
+        return outlines
+
+    # Decompositions
+
+    def assign(self, preconditioner: Preconditioner, interval: int) -> None:
+        """Places the work of all blocks."""
+        self.spread.assign(self._registry, preconditioner.keys, preconditioner.solver, interval)
+
+    def collect(
+        self, blocks: Sequence[KroneckerBlock], preconditioner: Preconditioner, interval: int, step: int, refused: int
+    ) -> Whole:
+        """The sums of all ranks, with those who decompose them."""
+        self.assign(preconditioner, interval)
+        return self.spread.collect(blocks, f"the refresh of step {step}", refused)
+
+    def keep_share(self, preconditioner: Preconditioner, interval: int) -> None:
+        """After loading: of sums and decompositions, which all ranks have whole, this one keeps its own."""
+        self.spread.forget()
+        self.assign(preconditioner, interval)
+        self.spread.keep_share(self._registry)
+        preconditioner.release()
+
+    def refuse_other_state(self, step: int, blocks: Sequence[KroneckerBlock], *, fits: bool) -> None:
+        """Ranks that load different checkpoints are told, before anything changes."""
+        facts = (step, [block.key for block in blocks], fits)
+        told = self.channel.meet("load_state_dict()", facts)
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                raise ValueError(
+                    f"the ranks load different checkpoints: rank 0 one of step {told[0][0]} with {len(told[0][1])} "
+                    f"blocks, rank {rank} one of step {other[0]} with {len(other[1])}"
+                )
+
+    # Everything
+
+    def gather(
+        self, what: str, preconditioner: Preconditioner, interval: int, step: int, *, wait: float, facts: Any = None
+    ) -> Gathered:
+        """Brings everything to all ranks, which must all ask for it."""
+        self.channel.roll_call(what, wait)
+        told = self.channel.meet(f"{what} after {step} steps", {"blocks": self._outline()[1], "facts": facts})
+        self._unite([one["blocks"] for one in told], what)
+        answers = [one["facts"] for one in told]
+        blocks = list(self._registry)
+        if not blocks:
+            return Gathered({}, None, {}, answers)
+        self.assign(preconditioner, interval)
+        whole = self.spread.collect(blocks, what, 0)
+        self.spread.settle()
+        return Gathered(
+            self.spread.gathered_sums(self._registry.factors()),
+            whole,
+            self.spread.gathered_sides(preconditioner.shapes(), preconditioner.sides, preconditioner.solver),
+            answers,
+        )
+
+    def whole_blocks(self, gathered: Gathered) -> list[KroneckerBlock]:
+        """Blocks with the statistics of all ranks, apart from those that training goes on with."""
+        entries = checkpoint.save_blocks(self._registry, gathered.sums, gathered.whole)
+        factors: dict[str, Factor] = {}
+        return [checkpoint.load_block(key, entry, self._parameters, factors) for key, entry in entries.items()]
+
+    # For people
+
+    def layer_metrics(
+        self, preconditioner: Preconditioner, interval: int, damping: float, step: int
+    ) -> list[LayerMetrics]:
+        """Of all blocks, each looked at by one rank; all ranks must ask."""
+        what, rank, solver = "layers()", self.channel.rank, preconditioner.solver
+        if solver == "eigen":
+            self.channel.roll_call(what, WAIT)
+            mine = [m for m in known_ranges(preconditioner) if self.spread.leads(m.block)]
+        else:  # inverses do not tell: the factors do
+            blocks = self.whole_blocks(self.gather(what, preconditioner, interval, step, wait=WAIT))
+            solved = [(preconditioner.solved[b.key], b) for b in blocks if b.key in preconditioner.solved]
+            mine = [
+                SolvedBlock(block, member.sides, member.scale, member.solved_at)
+                for member, block in solved[rank :: self.channel.size]
+            ]
+        told = self.channel.meet(f"{what} after {step} steps", layer_metrics(mine, solver, damping, step))
+        found = {one.name: one for layers in told for one in layers}
+        return [found[block.key] for block in self._registry if block.key in found]
+
+    def counters(self) -> dict[str, int]:
+        """Bytes and calls by kind of message, and what they would be called in a table."""
+        tallies = self.channel.tallies.items()
+        return {f"{kind}_{what}": getattr(one, what) for kind, one in tallies for what in ("bytes", "calls")}
