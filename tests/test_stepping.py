@@ -230,7 +230,7 @@ def test_an_inverse_is_judged_with_the_damping_that_it_holds() -> None:
     kfac.attach(optimizer)
     for step in range(4):
         used = train(model, optimizer, kfac, 1)[0]
-        assert kfac._solved_damping == used
+        assert kfac._curvature.solved_damping == used
         assert used == 10.0 * 0.5**step
 
 

@@ -24,6 +24,7 @@ Vocabulary
 from natgrad import models, optim, schedules
 from natgrad.averaging import PolyakAverage
 from natgrad.clock import Clock
+from natgrad.dcp import read_dcp
 from natgrad.distribute.costs import Costs
 from natgrad.distribute.strategy import Strategy
 from natgrad.errors import NatgradWarning
@@ -52,5 +53,6 @@ __all__ = [
     "__version__",
     "models",
     "optim",
+    "read_dcp",
     "schedules",
 ]

@@ -16,11 +16,14 @@ from natgrad.blocks.registry import Registry
 from natgrad.capture.choices import VECTORS
 from natgrad.capture.watch import Inputs, Watch, innermost
 from natgrad.clock import Clock
+from natgrad.curvature import Curvature, weakly
 from natgrad.distribute.agreement import refuse_disagreement
+from natgrad.distribute.assignment import planned
 from natgrad.distribute.channel import Channel
-from natgrad.distribute.placement import Plan
+from natgrad.distribute.joining import Joining
+from natgrad.distribute.plan import Plan
 from natgrad.distribute.replicas import replicas
-from natgrad.distribute.spread import Spread, planned
+from natgrad.distribute.spread import Spread
 from natgrad.distribute.strategy import Strategy, checked_strategy
 from natgrad.distribute.work import work_of
 from natgrad.errors import Warner
@@ -29,7 +32,7 @@ from natgrad.loss_scale import LossScale
 from natgrad.metrics import LayerMetrics, Metrics, known_ranges, layer_metrics
 from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
-from natgrad.parameters import any_nonzero, make_choices, named_parameters, patterns
+from natgrad.parameters import make_choices, named_parameters, patterns
 from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
@@ -198,13 +201,13 @@ class KFAC:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
         spreading = checked_strategy(strategy, grad_worker_fraction)
-        ranks = replicas(model)
-        if ranks is not None and (adaptive is not None or (region is not None and region.curvature == "exact")):
+        replicated = replicas(model)
+        if replicated is not None and (adaptive is not None or (region is not None and region.curvature == "exact")):
             raise ValueError(
                 "AdaptiveDamping and TrustRegion(curvature='exact') look at one rank's batch, and this model is "
-                f"replicated on {ranks.size()} ranks: use a number or a schedule"
+                f"replicated on {replicated.process_group.size()} ranks: use a number or a schedule"
             )
-        if ranks is not None and solver == "inverse" and region is not None and region.of == "step":
+        if replicated is not None and solver == "inverse" and region is not None and region.of == "step":
             raise ValueError(
                 "TrustRegion(of='step') measures steps with factors, and on several ranks solver='inverse' leaves them "
                 "apart: use solver='eigen'"
@@ -212,26 +215,21 @@ class KFAC:
         self._parameters = named_parameters(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
-        self._step = 0
-        self._factors_at: int | None = None
-        self._refreshed_at: int | None = None
-        self._stale = False  # statistics have come in since the last refresh
-        self._solved_damping: float | None = None  # λ of the last refresh
-        self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
         self._registry = Registry(
             self._parameters,
             max_factor_size=max_factor_size,
             max_vector_size=max_vector_size if vectors == "full" else 0,
         )
-        self._solved_version = 0
         self._compiled = flag("compile_preconditioning", compile_preconditioning)
         self._together: Together | None = None
-        if ranks is not None:
+        self._joining: Joining | None = None
+        if replicated is not None:
             device = next(iter(self._parameters.values())).device
-            channel = Channel(ranks, device, timeout=spreading.timeout)
+            channel = Channel(replicated.process_group, device, timeout=spreading.timeout)
             refuse_disagreement(channel, self._parameters, given)
-            self._together = Together(Spread(channel, spreading, device), self._registry, self._parameters)
-        self._preconditioner = self._new_preconditioner(solver, rule)
+            spread = Spread(channel, spreading, device)
+            self._together = Together(spread, self._registry, self._parameters, replicated)
+            self._joining = Joining(replicated, device, weakly(self._shadow))
         self._metrics = Metrics()
         self._history = History()
         self._warner = Warner()
@@ -266,7 +264,26 @@ class KFAC:
         self._control = Controller(region, adaptive, again)
         self._update = Update(self._parameters, self._registry, self._link, self._control, graft)
         self._observer.on_exchange = self._update.forget
+        self._curvature = Curvature(
+            self._registry,
+            self._window,
+            self._watch,
+            self._new_preconditioner(solver, rule),
+            self._settings,
+            together=self._together,
+            metrics=self._metrics,
+            warner=self._warner,
+            follows_damping=adaptive is not None,
+        )
         self._watch.arm()
+
+    @property
+    def _step(self) -> int:
+        return self._curvature.step
+
+    @property
+    def _preconditioner(self) -> Preconditioner:
+        return self._curvature.preconditioner
 
     def _new_preconditioner(self, solver: str, rule: str) -> Preconditioner:
         others = None if self._together is None else self._together.spread
@@ -303,7 +320,7 @@ class KFAC:
         self._link.attach(optimizer, self._before_optimizer, self._after_optimizer)
         self._window.scale = scale
         self._warn_of_momentum()
-        self._arm_if_due()
+        self._curvature.arm_if_due()
         return self
 
     def _warn_of_momentum(self) -> None:
@@ -387,13 +404,19 @@ class KFAC:
         gradients: dict[str, Tensor | None] = {
             name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
         }
+        if self._joining is not None and self._joining.enabled:
+            self._take_along(now, gradients, usable)
+        self._go_on(now, gradients, usable)
+
+    def _go_on(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
+        """A step, from gradients to natural ones."""
         if self._watch.armed:
             with self.clock.part("statistics"):
-                came_in = self._take_statistics(gradients, now, usable)
+                came_in = self._curvature.take_statistics(gradients, now, usable)
             if not came_in:
                 return
         with self.clock.part("solve"):
-            self._refresh_if_due(now)
+            self._curvature.refresh_if_due(now)
         if self._control.needs_optimizer:
             self._control.begin(self._step, now, self._moving())
         with self.clock.part("precondition"):
@@ -401,16 +424,50 @@ class KFAC:
         if finite is not None:
             self._metrics.skipped_steps += (~finite).to(torch.int64)
             if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
-                self._warn_of_nan()
+                self._curvature.warn_of_nan()
         self._metrics.damping = now.damping
-        self._step += 1
+        self._curvature.step += 1
         self._warner.step = self._step
         self._metrics.clip = clip
         if not self._control.cuts_steps:
             self._note(clip, now.cap)
         if not self._control.waiting:
             self.targets = None  # the next batch has its own
-        self._arm_if_due(now.next_factor_interval)
+        self._curvature.arm_if_due(now.next_factor_interval)
+
+    # Ranks with fewer batches
+
+    @property
+    def joinable(self) -> Any:
+        """For ranks with fewer batches than others: ``Join([model, kfac.joinable])`` of
+        `torch.distributed.algorithms`, in place of ``model.join()``.
+        """
+        if self._joining is None:
+            raise RuntimeError("this KFAC has one process: there is nobody to join")
+        if self._control.needs_optimizer and self._joining is not None:
+            raise ValueError("a rank without batches takes no optimizer steps: Join does not go with TrustRegion(of='step')")
+        return self._joining
+
+    def _take_along(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
+        """Tells ranks that have no more batches what they need to do their share of this step."""
+        assert self._together is not None, "there are other ranks"
+        present = [name for name, gradient in gradients.items() if gradient is not None]
+        rates = {name: float(self._link.rate(name, self._step)) for name in present}
+        attendance = self._together.attend(self._step, now, usable, rates, present)
+        self._together.send_gradients(gradients, attendance)
+
+    @torch.no_grad()
+    def _shadow(self) -> None:
+        """A step of the other ranks, on one that has no batches any more."""
+        assert self._together is not None, "there are other ranks"
+        attendance = self._together.attend(self._step)
+        device = next(iter(self._parameters.values())).device
+        usable = None if attendance.usable is None else torch.tensor(attendance.usable, device=device)
+        gradients: dict[str, Tensor | None] = dict.fromkeys(self._parameters)
+        gradients |= {name: torch.zeros_like(self._parameters[name]) for name in attendance.present}
+        self._together.send_gradients(gradients, attendance)
+        self._link.take_over(attendance.rates)
+        self._go_on(attendance.now, gradients, usable)
 
     def _refuse_lacking_optimizer(self) -> None:
         region = self._control.region
@@ -464,123 +521,6 @@ class KFAC:
             self.detach()
             raise ValueError(f"no parameter of this model can be preconditioned ({reasons})")
 
-    def _take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
-        """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
-        window, step = self._window, self._step
-        terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
-        if self._together is not None:
-            agreed = self._together.agree_on_statistics(step, window)
-            terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
-            elsewhere = agreed.elsewhere
-        if terms == 0:
-            return self._go_without_statistics(gradients, ignored)
-        if self._together is None:
-            complete = window.finish()
-        missing = [
-            block.names[0]
-            for block in window.without_statistics(elsewhere)
-            if any_nonzero(gradients[layout.name] for layout in block.layouts)
-        ]
-        if missing:
-            raise RuntimeError(
-                f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
-                "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
-                "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
-                "the loss looks at?"
-            )
-        refused = window.commit(step, now.decay, usable, elsewhere)
-        if self._together is not None:
-            self._together.spread.next_turn()
-        # What a scaler skips is in the order of things, and not counted.
-        self._metrics.rejected_statistics += refused if usable is None else refused * usable
-        self._refused = refused
-        self._watch.disarm()
-        self._factors_at = step if complete else None
-        self._stale = True
-        return True
-
-    def _go_without_statistics(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
-        """Nothing came in, on any rank: whether the step counts nevertheless."""
-        window = self._window
-        if not ignored and any_nonzero(gradients.values()):
-            raise RuntimeError(
-                window.problem
-                or "there are gradients but no statistics: K-FAC saw no forward pass of this model followed by its "
-                "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
-                "before loss.backward()"
-            )
-        window.close()
-        return ignored  # nothing of the batch counts: the next one may
-
-    def _arm_if_due(self, interval: int | None = None) -> None:
-        last, step = self._factors_at, self._step
-        interval = self._settings.factor_interval.at(step) if interval is None else interval
-        if last is None or step - last >= interval:
-            self._watch.arm()
-
-    # Decompositions
-
-    def _follow_registry(self) -> None:
-        if self._solved_version != self._registry.version:
-            self._preconditioner.keep_only(self._registry)
-            self._solved_version = self._registry.version
-
-    def _refresh_if_due(self, now: Now) -> None:
-        self._follow_registry()
-        step, solved, damping = self._step, self._preconditioner.solved, now.total_damping
-        inverse = self._preconditioner.solver == "inverse"
-        due = self._refreshed_at is None or step - self._refreshed_at >= now.refresh_interval
-        # An inverse holds its damping: one that adapts must be in it before it is judged again.
-        due = due or (inverse and self._control.adapts and damping != self._solved_damping)
-        everything = due and (self._stale or inverse)
-        if due:
-            self._refreshed_at, self._stale, self._solved_damping = step, False, damping
-        # A block that has no solution yet gets one as soon as it has statistics.
-        new = self._factors_at == step
-        blocks = [block for block in self._registry if everything or (new and block.key not in solved)]
-        if blocks:
-            self._refresh(blocks, damping)
-
-    def _refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
-        whole = None
-        if self._together is None:
-            weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks]).tolist()
-            known = [block for block, weight in zip(blocks, weights, strict=True) if weight > 0]
-        else:
-            whole = self._together.collect(
-                blocks, self._preconditioner, self._refresh_interval, self._step, int(self._refused)
-            )
-            known = [block for block in blocks if whole.known(block)]
-        if len(known) < len(blocks) and (int(self._refused) if whole is None else whole.refused) > 0:
-            self._factors_at = None  # their first statistics were not finite: try again with the next batch
-        if known:
-            failed = self._preconditioner.refresh(known, damping, self._step, whole)
-            self._metrics.failed_decompositions += failed
-            if failed:
-                self._warner.once(
-                    "decomposition",
-                    f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
-                    "the last good ones stay in use",
-                )
-        if self._together is not None:
-            self._together.spread.settle()
-        self._warn_of_nan()  # the device has been waited for anyway
-
-    @property
-    def _refresh_interval(self) -> int:
-        return self._settings.at(self._step).refresh_interval
-
-    def _warn_of_nan(self) -> None:
-        if self._window.scale.known:
-            return  # a scaler looks for the largest scale by going too far now and then
-        refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
-        if refused or skipped:
-            self._warner.once(
-                "nan",
-                f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, and the gradients "
-                f"of {skipped} steps were set to zero; kfac.metrics() keeps count",
-            )
-
     def _gradients_present(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters.values())
 
@@ -594,6 +534,8 @@ class KFAC:
     @clock.setter
     def clock(self, clock: Clock) -> None:
         self._window.clock = clock
+        if self._together is not None:
+            self._together.channel.clock = clock
 
     @property
     def last_damping(self) -> float | None:
@@ -624,9 +566,9 @@ class KFAC:
 
     def _gather(self, what: str, wait: float = WAIT, facts: Any = None) -> Gathered:
         assert self._together is not None, "there are other ranks"
-        self._follow_registry()
+        self._curvature.follow_registry()
         return self._together.gather(
-            what, self._preconditioner, self._refresh_interval, self._step, wait=wait, facts=facts
+            what, self._preconditioner, self._curvature.refresh_interval, self._step, wait=wait, facts=facts
         )
 
     @property
@@ -649,7 +591,7 @@ class KFAC:
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-        plan = None if self._together is None else self._together.spread.plan(self._refresh_interval)
+        plan = None if self._together is None else self._together.spread.plan(self._curvature.refresh_interval)
         return build_report(
             sizes,
             self._registry,
@@ -667,7 +609,7 @@ class KFAC:
         """
         if len(self._registry) == 0:
             raise RuntimeError("there is nothing to plan yet: run one training step")
-        interval = self._refresh_interval
+        interval = self._curvature.refresh_interval
         if self._together is not None and ranks is None and strategy is None:
             self._together.assign(self._preconditioner, interval)
             made = self._together.spread.plan(interval)
@@ -698,7 +640,7 @@ class KFAC:
         On several ranks these are this rank's, and there are bytes and calls of every kind of message:
         ``factors_bytes``, ``factors_calls`` and so on.
         """
-        numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._factors_at)
+        numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._curvature.factors_at)
         if self._control.adapts:
             numbers["reduction_ratio"] = self._control.ratio
         return numbers if self._together is None else {**numbers, **self._together.counters()}
@@ -710,7 +652,7 @@ class KFAC:
         damping = self.damping if self.last_damping is None else self.last_damping
         if self._together is None:
             return layer_metrics(known_ranges(self._preconditioner), self._preconditioner.solver, damping, self._step)
-        return self._together.layer_metrics(self._preconditioner, self._refresh_interval, damping, self._step)
+        return self._together.layer_metrics(self._preconditioner, self._curvature.refresh_interval, damping, self._step)
 
     def history(self) -> dict[str, list[float | None]]:
         """``step`` (from 0), ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last
@@ -731,7 +673,7 @@ class KFAC:
         or on how they share the work. A rank that does not come within `wait` seconds makes it an error, on all that
         did, and training can go on.
         """
-        self._follow_registry()
+        self._curvature.follow_registry()
         generator = self._window.generator
         draws = None if generator is None else generator.get_state()
         gathered = Gathered({}, None, self._preconditioner.sides, [(draws, self._metrics.state())])
@@ -742,13 +684,7 @@ class KFAC:
         summed = {name: sum(one[name] for one in counts) for name in counts[0]}
         return {
             "version": checkpoint.VERSION,
-            "solver": self._preconditioner.solver,
-            "damping_rule": self._preconditioner.rule,
-            "step": self._step,
-            "factors_at": self._factors_at,
-            "refreshed_at": self._refreshed_at,
-            "solved_damping": self._solved_damping,
-            "stale": self._stale,
+            **self._curvature.state(),
             "metrics": {**summed, "skipped_steps": counts[0]["skipped_steps"]},
             "generator": None if draws is None else [state for state, _ in gathered.told],
             "schedules": self._settings.state(),
@@ -787,23 +723,16 @@ class KFAC:
         self._window.unrecognised.clear()
         self._window.left.clear()
         self._watch.disarm()
-        self._registry.replace(blocks)
-        self._solved_version = self._registry.version
-        self._preconditioner = preconditioner
-        self._step = self._warner.step = state["step"]
-        self._factors_at = state["factors_at"]
-        self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
-        self._solved_damping = state["solved_damping"]
+        self._curvature.load(state, blocks, preconditioner)
+        self._warner.step = self._step
         self._metrics.load(state["metrics"], first=rank == 0)
         self._update.buffers = buffers
         self._settings.load(state["schedules"])
         if generator is not None and self._window.generator is not None:
             self._window.generator.set_state(generator)
-        if blocks and self._together is not None:
-            self._together.keep_share(preconditioner, self._refresh_interval)
         if blocks and not fits:
-            self._refresh(blocks, self._settings.at(self._step).total_damping)
-        self._arm_if_due()
+            self._curvature.refresh(blocks, self._settings.at(self._step).total_damping)
+        self._curvature.arm_if_due()
 
     def __reduce__(self) -> str:
         raise TypeError(

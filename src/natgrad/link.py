@@ -137,6 +137,10 @@ class Link:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         self._rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
 
+    def take_over(self, rates: Mapping[str, LearningRate]) -> None:
+        """Learning rates of a step that another rank takes."""
+        self._rates = {id(self._parameters[name]): rate for name, rate in rates.items()}
+
     def holds(self, parameter: Tensor) -> bool:
         """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
         return not self.attached or id(parameter) in self._rates

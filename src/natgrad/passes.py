@@ -129,6 +129,11 @@ class Pass:
             with self._timed(gradient.device):
                 self._add_rows(tap, gradient.detach().reshape(1, -1))
 
+    @property
+    def has_remaining(self) -> bool:
+        """Whether some parameters' use was not recognised."""
+        return bool(self._remaining.uses)
+
     def finish(self, *, alone: bool) -> None:
         """Does what the backward has left to do: vectors with several uses, and the model case by case.
 

@@ -6,14 +6,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from natgrad import checkpoint
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Whole
 from natgrad.blocks.registry import Registry
 from natgrad.distribute.channel import Channel, OutOfStepError
+from natgrad.distribute.packing import by_dtype
 from natgrad.distribute.spread import Spread
+from natgrad.distribute.sums import Collecting
 from natgrad.distribute.union import (
     Outline,
     digest,
@@ -24,6 +27,7 @@ from natgrad.distribute.union import (
     unite,
 )
 from natgrad.metrics import LayerMetrics, known_ranges, layer_metrics
+from natgrad.options import Now
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side
@@ -44,6 +48,20 @@ class Agreed:
 
 
 @dataclass(frozen=True)
+class Attendance:
+    """A step in which some ranks may have no batches any more: what those know of it who have. `first` is one of them,
+    `rates` holds the learning rates, `present` the parameters with a gradient.
+    """
+
+    first: int
+    everybody: bool
+    now: Now
+    usable: bool | None
+    rates: Mapping[str, float]
+    present: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Gathered:
     """Everything that the ranks have in parts, on all of them. `told` are facts of each rank."""
 
@@ -56,8 +74,17 @@ class Gathered:
 class Together:
     """The other ranks, as `KFAC` sees them."""
 
-    def __init__(self, spread: Spread, registry: Registry, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        spread: Spread,
+        registry: Registry,
+        parameters: Mapping[str, Tensor],
+        wrapper: nn.parallel.DistributedDataParallel,
+    ) -> None:
         self.spread = spread
+        self._wrapper = wrapper
+        self._one_backward = False  # fed the last step that took statistics, on all ranks
+        self._kept: Agreed | None = None
         self._registry = registry
         self._parameters = parameters
         self._drawn: tuple[int, Outline, str] | None = None  # of this version of the registry
@@ -79,6 +106,9 @@ class Together:
         """Finishes the window and compares notes: which blocks there are, which had statistics anywhere. A rank that
         cannot go on says so, and none does.
         """
+        if (kept := self._kept) is not None:
+            self._kept = None
+            return kept
         place = f"the statistics of step {step}"
         problem: Exception | None = None
         complete = False
@@ -92,6 +122,7 @@ class Together:
             "blocks": self._outline()[1],
             "terms": window.terms,
             "complete": complete,
+            "backwards": window.backwards,
             "ignored": window.ignored,
             "idle": idle,
             "empty": empty,
@@ -109,6 +140,7 @@ class Together:
             orientations, factors = names_in(drawn)
             used |= {name for n, name in enumerate(orientations) if n not in set(one["idle"])}
             filled |= {name for n, name in enumerate(factors) if n not in set(one["empty"])}
+        self._one_backward = all(one["backwards"] == 1 for one in told)
         elsewhere = Elsewhere(
             [one for name, one in orientation_names(self._registry) if name in used and not one.has_pending],
             [one for name, one in factor_names(self._registry).items() if name in filled and one.pending is None],
@@ -120,6 +152,19 @@ class Together:
             elsewhere,
         )
 
+    def keep(self, agreed: Agreed) -> None:
+        """What was agreed on early counts when it is asked for."""
+        self._kept = agreed
+
+    @property
+    def expects_no_more(self) -> bool:
+        """Whether the backward pass that is ending should be the last before the step: it is the one that DDP averages
+        gradients in, and the step before had one on all ranks.
+        """
+        wrapper = self._wrapper
+        # Ranks that may leave early meet at the beginning of every step first.
+        return self._one_backward and wrapper.require_backward_grad_sync and not wrapper._join_config.enable
+
     def _unite(self, digests: Sequence[str], place: str) -> list[Outline]:
         """The outlines of all ranks; where they differ, this one's blocks become those of all."""
         mine, own = self._outline()
@@ -129,6 +174,34 @@ class Together:
         unite(self._registry, outlines, self._parameters)
         return outlines
 
+    # Ranks without batches
+
+    def attend(
+        self,
+        step: int,
+        now: Now | None = None,
+        usable: Tensor | None = None,
+        rates: Mapping[str, float] | None = None,
+        present: Sequence[str] = (),
+    ) -> Attendance:
+        """Where ranks may leave early: who is there. A rank that has left says nothing of the step."""
+        facts = None if now is None else (now, None if usable is None else bool(usable), rates, present)
+        told = self.channel.meet(f"step {step}", facts)
+        first = next(rank for rank, one in enumerate(told) if one is not None)
+        return Attendance(first, None not in told, *told[first])
+
+    def send_gradients(self, gradients: Mapping[str, Tensor | None], attendance: Attendance) -> None:
+        """Brings the averaged gradients to those who had no part in them, in place: they may have to precondition."""
+        if attendance.everybody:
+            return
+        own = [gradient for name in attendance.present if (gradient := gradients[name]) is not None]
+        for same in by_dtype(own, lambda gradient: gradient.dtype):
+            flat = torch.cat([gradient.flatten() for gradient in same])
+            everybody = range(self.channel.size)
+            flat = self.channel.broadcast(flat, attendance.first, everybody, "gradients").wait()
+            parts = flat.split([gradient.numel() for gradient in same])
+            torch._foreach_copy_(same, [part.view(g.shape) for part, g in zip(parts, same, strict=True)])
+
     # Decompositions
 
     def assign(self, preconditioner: Preconditioner, interval: int) -> None:
@@ -137,8 +210,8 @@ class Together:
 
     def collect(
         self, blocks: Sequence[KroneckerBlock], preconditioner: Preconditioner, interval: int, step: int, refused: int
-    ) -> Whole:
-        """The sums of all ranks, with those who decompose them."""
+    ) -> Collecting:
+        """Sends the sums of all ranks to those who decompose them."""
         self.assign(preconditioner, interval)
         return self.spread.collect(blocks, f"the refresh of step {step}", refused)
 
@@ -174,8 +247,9 @@ class Together:
         if not blocks:
             return Gathered({}, None, {}, answers)
         self.assign(preconditioner, interval)
-        whole = self.spread.collect(blocks, what, 0)
-        self.spread.settle()
+        collecting = self.spread.collect(blocks, what, 0)
+        whole = collecting.finish()
+        collecting.settle()
         return Gathered(
             self.spread.gathered_sums(self._registry.factors()),
             whole,

@@ -76,6 +76,7 @@ class Window:
         self.registry = registry
         self.scale = scale
         self.clock: Clock = NoClock()
+        self.on_backward: Callable[[], None] | None = None  # called when a backward pass is over that counted
         self.takes = takes  # whether this process computes a factor's statistics, or another rank does
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
@@ -247,6 +248,8 @@ class Window:
                 "Where each is divided by their number, pass accumulated_loss='mean'; otherwise 'sum'",
             )
         self._open.discard(current)
+        if self.on_backward is not None and another:
+            torch.autograd.Variable._execution_engine.queue_callback(self.on_backward)
         self._counted.append(current)
         self.unrecognised |= current.unrecognised
         self.left |= current.left
@@ -328,6 +331,16 @@ class Window:
         by_kind = {how: [p.terms for p in self._counted if p.kind == how] for how in (OWN, STEP, CONNECTED)}
         # What a connected pass goes on from has counted too, unless no gradient got there.
         return sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
+
+    @property
+    def backwards(self) -> int:
+        """How many backward passes have counted."""
+        return len({current.task for current in self._counted})
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left to do once the backward passes are over, and no scaler can still refuse them."""
+        return self.scale.factor is None and not any(current.has_remaining for current in self._counted)
 
     def finish(self) -> bool:
         """Does what is left to do once the backward passes are over; False where some of it could not be done and is

@@ -57,7 +57,9 @@ class Loop:
         self.model = Mixed() if model is None else model
         self.wrapped: nn.Module = self.model
         if ranks > 1:
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
+            # DDP rearranges its buckets after the first step, and three ranks then add up in another order: not with
+            # this option, which makes a run that goes on the same run bit for bit.
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         options = {"factor_update_steps": 1, "inv_update_steps": 2, "damping": 1e-2, **options}
         if ranks == 1:  # what is meant for several
@@ -79,6 +81,10 @@ class Loop:
                 torch.manual_seed(100 * number + self.rank)  # the sampled Fisher
                 self.step(x, y)
         return self
+
+    def taken(self) -> int:
+        """How many factors have statistics that wait for the step."""
+        return sum(factor.pending is not None for factor in self.kfac._registry.factors())
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
+from torch.distributed import distributed_c10d as c10d
+
+from natgrad.clock import Clock, NoClock
 
 # What messages are about: the order of the metrics.
 KINDS = ("meetings", "factors", "solutions", "gradients", "checkpoints")
@@ -46,6 +48,7 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> None:
         self.rank = dist.get_rank(group)
         self.size = group.size()
+        self.clock: Clock = NoClock()  # what the time of waiting for others is told to
         self.tallies = {kind: Tally() for kind in KINDS}
         self._members = dist.get_process_group_ranks(group)
         self._timeout = timedelta(seconds=timeout)
@@ -59,7 +62,7 @@ class Channel:
             self._align(group)
             self._hosts = self._new_group(range(self.size), "gloo")
             self._groups[tuple(range(self.size))] = self._new_group(range(self.size), backend)
-        self._store = PrefixStore(f"natgrad/{self._hosts.group_name}", _get_default_store())
+        self._store = c10d.PrefixStore(f"natgrad/{self._hosts.group_name}", c10d._get_default_store())
         self._rolls: dict[str, int] = {}
 
     # Hosts
@@ -69,7 +72,7 @@ class Channel:
         is: ranks that are at different places are told, by name.
         """
         everybody: list[Any] = [None] * self.size
-        with self._explained(place):
+        with self._explained(place), self.clock.part("exchange"):
             dist.all_gather_object(everybody, (place, facts), group=self._hosts)
         self.tallies["meetings"].add(len(place) + 8 * _count(facts))
         places = [there for there, _ in everybody]
@@ -127,8 +130,8 @@ class Channel:
         different numbers of them would look for each other in vain: groups of one make the numbers equal.
         """
         counts: list[Any] = [None] * self.size
-        dist.all_gather_object(counts, len(_world.pg_names), group=group)
-        for _ in range(len(_world.pg_names), max(counts)):
+        dist.all_gather_object(counts, len(c10d._world.pg_names), group=group)
+        for _ in range(len(c10d._world.pg_names), max(counts)):
             self._new_group([self.rank], "gloo")
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
@@ -181,7 +184,7 @@ class Message:
 
     def wait(self) -> Tensor:
         """The buffer, once it may be read; on a GPU the device waits, not the host."""
-        with self._channel._explained(f"a message of {self._kind}"):
+        with self._channel._explained(f"a message of {self._kind}"), self._channel.clock.part("exchange"):
             self._work.wait()
         return self._flat
 

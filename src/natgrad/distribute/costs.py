@@ -80,12 +80,24 @@ class Costs:
 def default_costs(device: torch.device) -> Costs:
     """Costs without measuring: an H200's for any GPU, two cores' for everything else."""
     if device.type == "cuda":
-        # eigh between 256 and 576 is what padding to 513 makes it (`natgrad.solve.linalg`). The link is a modest guess:
-        # NCCL between machines; within one it is several times as fast.
+        # eigh between 256 and 576 is what padding to 513 makes it (`natgrad.solve.linalg`). Below 64 launches count:
+        # those numbers are guesses. The link is a modest guess too: NCCL between machines; within one it is several
+        # times as fast.
         return Costs(
             device="NVIDIA H200",
-            eigen=((64, 1.0e-3), (256, 4.9e-3), (576, 6.1e-3), (1152, 13e-3), (2304, 32e-3), (4608, 125e-3)),
+            eigen=(
+                (1, 0.25e-3),
+                (16, 0.3e-3),
+                (64, 1.0e-3),
+                (256, 4.9e-3),
+                (576, 6.1e-3),
+                (1152, 13e-3),
+                (2304, 32e-3),
+                (4608, 125e-3),
+            ),
             inverse=(
+                (1, 0.09e-3),
+                (16, 0.1e-3),
                 (64, 0.2e-3),
                 (256, 0.4e-3),
                 (512, 0.7e-3),

@@ -10,14 +10,14 @@ from torch import nn
 from natgrad.errors import NatgradWarning
 
 
-def replicas(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group of ranks that a DDP model is replicated on; None where it is one process."""
+def replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """What replicates a model on several ranks; None where it is one process."""
     if not dist.is_available():
         return None
     wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    groups = [wrapper.process_group for wrapper in wrappers if wrapper.process_group.size() > 1]
-    if groups:
-        return groups[0]
+    several = [wrapper for wrapper in wrappers if wrapper.process_group.size() > 1]
+    if several:
+        return several[0]
     if dist.is_initialized() and not wrappers and (ranks := dist.get_world_size()) > 1:
         warnings.warn(
             f"this model is not wrapped in DistributedDataParallel, so its {ranks} ranks take statistics apart: if "

@@ -21,6 +21,16 @@ LearningRate = float | Tensor
 Rates = LearningRate | list[list[LearningRate]]
 
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Directions(Protocol):
+    """The exchange of a step's directions."""
+
+    def complete(self, own: Mapping[str, Tensor], length: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The directions of all solved blocks, of which `own` are this rank's, and the sum of all squared lengths."""
+
+
 class Others(Protocol):
     """The other ranks, of which each does a part of the work: see `natgrad.distribute.spread`."""
 
@@ -37,10 +47,8 @@ class Others(Protocol):
     def share_solutions(self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str) -> None:
         """Completes the sides of the blocks that are held here."""
 
-    def share_directions(
-        self, own: Mapping[str, Tensor], length: Tensor, solved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The directions of all solved blocks, and the sum of all squared lengths."""
+    def expect_directions(self, solved: Mapping[str, Shape]) -> Directions:
+        """The exchange of a step's directions, before this rank has made its own."""
 
     def total(self, own: Tensor) -> Tensor:
         """The sum over teams of a number that every member has."""
@@ -289,6 +297,9 @@ class Preconditioner:
     ) -> Clip:
         """The same with ranks that have preconditioned other blocks: every direction comes from one team."""
         assert self.others is not None, "there are other ranks"
+        blocks = {key: member.block for key, member in self.solved.items()}
+        shapes = {key: (block.shape, block.straight.row.sum.dtype) for key, block in blocks.items()}
+        exchange = self.others.expect_directions(shapes)
         own: dict[str, Tensor] = {}
         length = next(iter(self.solved.values())).scale.new_zeros((), dtype=torch.float64)
         if stacks:
@@ -304,12 +315,10 @@ class Preconditioner:
             for stack, direction in zip(stacks, directions, strict=True):
                 parts = stack.members_parts(direction)
                 own |= {m.block.key: part for m, part in zip(stack.members, parts, strict=True)}
-        blocks = {key: member.block for key, member in self.solved.items()}
-        shapes = {key: (block.shape, block.straight.row.sum.dtype) for key, block in blocks.items()}
         for key, member in self.solved.items():  # what has no gradient now
             if member.sides and key not in own:
                 own[key] = torch.zeros(shapes[key][0], dtype=shapes[key][1], device=member.scale.device)
-        found, total = self.others.share_directions(own, length, shapes)
+        found, total = exchange.complete(own, length)
         clipped = clip(total, kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)

@@ -1,0 +1,273 @@
+"""The statistics and decompositions behind a KFAC: when they are due, and what happens then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.registry import Registry
+from natgrad.capture.watch import Watch
+from natgrad.distribute.sums import Collecting
+from natgrad.errors import Warner
+from natgrad.metrics import Metrics
+from natgrad.options import Now
+from natgrad.parameters import any_nonzero
+from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.settings import Settings
+from natgrad.together import Agreed, Together
+from natgrad.window import Window
+
+
+class Curvature:
+    """What is known of the Fisher after `step` steps. `together` are the other ranks, where there are any.
+
+    `follows_damping`: inverses hold their damping, and one that adapts must be in them before it is judged again.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        window: Window,
+        watch: Watch,
+        preconditioner: Preconditioner,
+        settings: Settings,
+        *,
+        together: Together | None,
+        metrics: Metrics,
+        warner: Warner,
+        follows_damping: bool,
+    ) -> None:
+        self.step = 0
+        self.factors_at: int | None = None
+        self.preconditioner = preconditioner
+        self.solved_damping: float | None = None  # λ of the last refresh
+        self._refreshed_at: int | None = None
+        self._stale = False  # statistics have come in since the last refresh
+        self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
+        self._solved_version = 0
+        self._registry = registry
+        self._window = window
+        self._watch = watch
+        self._settings = settings
+        self._together = together
+        self._metrics = metrics
+        self._warner = warner
+        self._follows_damping = follows_damping
+        self._collecting: Collecting | None = None  # sums that are on their way since the backward pass
+        if together is not None:
+            window.on_backward = weakly(self._backward_is_over)
+
+    @property
+    def refresh_interval(self) -> int:
+        """Steps from one decomposition to the next, now."""
+        return self._settings.at(self.step).refresh_interval
+
+    # Statistics
+
+    def arm_if_due(self, interval: int | None = None) -> None:
+        """Watches the next forward pass, if it is one to take statistics of."""
+        last = self.factors_at
+        interval = self._settings.factor_interval.at(self.step) if interval is None else interval
+        if last is None or self.step - last >= interval:
+            self._watch.arm()
+
+    def take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
+        """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
+        window = self._window
+        terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
+        if self._together is not None:
+            self._finish_early()
+            agreed = self._together.agree_on_statistics(self.step, window)
+            terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
+            elsewhere = agreed.elsewhere
+        if terms == 0:
+            return self._go_without(gradients, ignored)
+        if self._together is None:
+            complete = window.finish()
+        missing = [
+            block.names[0]
+            for block in window.without_statistics(elsewhere)
+            if any_nonzero(gradients[layout.name] for layout in block.layouts)
+        ]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
+                "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
+                "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
+                "the loss looks at?"
+            )
+        refused = window.commit(self.step, now.decay, usable, elsewhere)
+        self._taken(refused, complete=complete, usable=usable)
+        return True
+
+    def _taken(self, refused: Tensor, *, complete: bool, usable: Tensor | None) -> None:
+        if self._together is not None:
+            self._together.spread.next_turn()
+        # What a scaler skips is in the order of things, and not counted.
+        self._metrics.rejected_statistics += refused if usable is None else refused * usable
+        self._refused = refused
+        self._watch.disarm()
+        self.factors_at = self.step if complete else None
+        self._stale = True
+
+    def _go_without(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
+        """Nothing came in, on any rank: whether the step counts nevertheless."""
+        window = self._window
+        if not ignored and any_nonzero(gradients.values()):
+            raise RuntimeError(
+                window.problem
+                or "there are gradients but no statistics: K-FAC saw no forward pass of this model followed by its "
+                "backward. Call the model itself, not its submodules, after constructing KFAC; or kfac.capture(loss) "
+                "before loss.backward()"
+            )
+        window.close()
+        return ignored  # nothing of the batch counts: the next one may
+
+    # The same, as soon as the last statistic is in
+
+    @torch.no_grad()
+    def _backward_is_over(self) -> None:
+        """Sends sums on their way at the end of a backward pass, while DDP's last gradients still are: where
+        decompositions are due in this step, nothing more is to come before it, and nothing can still refuse it.
+        """
+        together, window = self._together, self._window
+        if together is None or not self._watch.armed or not together.expects_no_more or not window.is_all:
+            return
+        now = self._settings.at(self.step)
+        if not self._is_due(now):
+            return
+        self._finish_early()
+        with window.clock.part("statistics"):
+            agreed: Agreed = together.agree_on_statistics(self.step, window)
+            if window.without_statistics(agreed.elsewhere):
+                together.keep(agreed)  # whether that is an error the gradients will tell
+                return
+            refused = window.commit(self.step, now.decay, None, agreed.elsewhere)
+            self._taken(refused, complete=agreed.complete, usable=None)
+        self.follow_registry()
+        self._collecting = together.collect(
+            list(self._registry), self.preconditioner, now.refresh_interval, self.step, int(self._refused)
+        )
+
+    def _finish_early(self) -> None:
+        """The step that sums were sent for did not come, or more statistics did: they stay where they arrived."""
+        if self._collecting is not None:
+            self._collecting.finish()
+            self._collecting.settle()
+            self._collecting = None
+
+    # Decompositions
+
+    def follow_registry(self) -> None:
+        """Forgets the solutions of blocks that are no more."""
+        if self._solved_version != self._registry.version:
+            self.preconditioner.keep_only(self._registry)
+            self._solved_version = self._registry.version
+
+    def _is_due(self, now: Now) -> bool:
+        return self._refreshed_at is None or self.step - self._refreshed_at >= now.refresh_interval
+
+    def refresh_if_due(self, now: Now) -> None:
+        """Decomposes what is to be decomposed in this step."""
+        self.follow_registry()
+        solved, damping = self.preconditioner.solved, now.total_damping
+        inverse = self.preconditioner.solver == "inverse"
+        due = self._is_due(now) or (inverse and self._follows_damping and damping != self.solved_damping)
+        everything = due and (self._stale or inverse)
+        if due:
+            self._refreshed_at, self._stale, self.solved_damping = self.step, False, damping
+        # A block that has no solution yet gets one as soon as it has statistics.
+        new = self.factors_at == self.step
+        blocks = [block for block in self._registry if everything or (new and block.key not in solved)]
+        if blocks:
+            self.refresh(blocks, damping)
+
+    def refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
+        """Decomposes the factors of these blocks."""
+        collecting = self._collected(blocks)
+        if collecting is None:
+            whole = None
+            weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks]).tolist()
+            known = [block for block, weight in zip(blocks, weights, strict=True) if weight > 0]
+        else:
+            whole = collecting.finish()
+            known = [block for block in blocks if whole.known(block)]
+        if len(known) < len(blocks) and (int(self._refused) if whole is None else whole.refused) > 0:
+            self.factors_at = None  # their first statistics were not finite: try again with the next batch
+        if known:
+            failed = self.preconditioner.refresh(known, damping, self.step, whole)
+            self._metrics.failed_decompositions += failed
+            if failed:
+                self._warner.once(
+                    "decomposition",
+                    f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
+                    "the last good ones stay in use",
+                )
+        if collecting is not None:
+            collecting.settle()
+        self.warn_of_nan()  # the device has been waited for anyway
+
+    def _collected(self, blocks: list[KroneckerBlock]) -> Collecting | None:
+        """The sums of all ranks, asked for now or on their way already; None where there is one process."""
+        if self._together is None:
+            return None
+        collecting, self._collecting = self._collecting, None
+        if collecting is not None:
+            self._window.close()  # what came after it, of graphs that were open still
+        return collecting or self._together.collect(
+            blocks, self.preconditioner, self.refresh_interval, self.step, int(self._refused)
+        )
+
+    def warn_of_nan(self) -> None:
+        """Tells, once, of what was refused."""
+        if self._window.scale.known:
+            return  # a scaler looks for the largest scale by going too far now and then
+        refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
+        if refused or skipped:
+            self._warner.once(
+                "nan",
+                f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, and the gradients "
+                f"of {skipped} steps were set to zero; kfac.metrics() keeps count",
+            )
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {
+            "solver": self.preconditioner.solver,
+            "damping_rule": self.preconditioner.rule,
+            "step": self.step,
+            "factors_at": self.factors_at,
+            "refreshed_at": self._refreshed_at,
+            "solved_damping": self.solved_damping,
+            "stale": self._stale,
+        }
+
+    def load(self, state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
+        """Goes on from a checkpoint, with its blocks and their solutions."""
+        self._finish_early()
+        self._registry.replace(blocks)
+        self._solved_version = self._registry.version
+        self.preconditioner = preconditioner
+        self.step, self.factors_at = state["step"], state["factors_at"]
+        self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
+        self.solved_damping = state["solved_damping"]
+        if blocks and self._together is not None:
+            self._together.keep_share(preconditioner, self.refresh_interval)
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object is there: a window must not keep alive what watches it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (present := reference()) is not None:
+            present()
+
+    return call
