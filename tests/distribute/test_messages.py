@@ -139,7 +139,7 @@ def test_batches_that_are_thrown_away_leave_no_rank_waiting(tmp_path):
 def shared_statistics(rank: int, ranks: int, options: dict[str, Any], *, alike: bool) -> tuple[Any, list[int]]:
     """Every rank on the same batch, or each on its own; how many factors had statistics in every step."""
     how = Strategy(share_statistics=True)
-    loop = Loop(rank, ranks, strategy=how, factor_update_steps=1, inv_update_steps=1, **options)
+    loop = Loop(rank, ranks, strategy=how, factor_update_steps=1, inv_update_steps=2, **options)
     taken = []
     for x, y in batches():
         loop.optimizer.zero_grad()
@@ -157,13 +157,14 @@ def test_shared_statistics_of_equal_batches_are_those_of_one(tmp_path, options):
     """
     (tmp_path / "apart").mkdir()
     options = {**options, "factor_decay": 0.0}
-    weights = Loop(0, 1, factor_update_steps=1, inv_update_steps=1, **options).run().weights
-
+    weights = Loop(0, 1, factor_update_steps=1, inv_update_steps=2, **options).run().weights
     answers = run_on_ranks(lambda *a: shared_statistics(*a, options, alike=True), tmp_path, 3)
     for mine, taken in answers:
         close(mine, weights)
         assert taken[0] == 13
-        assert all(0 < count < 13 for count in taken[2:])
+        # In every second step they are on their way already.
+        assert taken[2::2] == [0, 0]
+        assert all(0 < count < 13 for count in taken[1::2])
     apart = run_on_ranks(lambda *a: shared_statistics(*a, options, alike=False), tmp_path / "apart", 3)
     same(apart[0][0], apart[1][0])
 
