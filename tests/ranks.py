@@ -8,14 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
 def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: float = 60, dying: int = 0) -> list[Any]:
     """What `function(rank, ranks, *arguments)` returns on each of some ranks that talk through gloo; raises the first
-    error. Forked: importing torch anew takes longer than most tests. The last `dying` of them never answer.
+    error. Forked, since importing torch anew takes longer than most tests; with a GPU autograd has threads, which must
+    not be forked. The last `dying` of them never answer.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     queue = context.Queue()
     store = folder / f"store-{ranks}"
     common = (queue, function, str(store), ranks, arguments)
@@ -35,6 +37,7 @@ def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: f
 
 
 def _rank(rank: int, queue, function, store: str, ranks: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)

@@ -14,9 +14,13 @@ pytest.importorskip("rich")
 
 from benchmarks import autoencoder, cifar10, digits
 from benchmarks.approximations import alexnet, common, reduce, sharing
+from benchmarks.ranks import balance, times, traffic
+from benchmarks.ranks.common import Table
 from benchmarks.timing import Device
 
 import natgrad
+from natgrad.distribute.costs import default_costs
+from natgrad.distribute.traffic import Sent
 from natgrad.models import resnet50
 
 CPU = Device("cpu")
@@ -208,3 +212,55 @@ def test_divergence_is_that_of_the_predictions():
         run = optimizers.train(optimizers.KINDS["LARS"], 1.0, variant, steps=20, tick=lambda: None)
         assert len(run.losses) == 3
         assert run.losses[-1] < run.losses[0]
+
+
+def test_balance_and_messages_of_a_small_network_by_hand():
+    """ResNet-20: the numbers that are known of the published code, and placements that no rank has to wait for."""
+    work = balance.work_of("resnet20", "eigen", batch=2, image=8)
+    assert len(work.layers) == 20
+    known = traffic.published(work)
+    assert {kind: (round(sent.bytes / 2**20, 2), sent.calls) for kind, sent in known.items()} == {
+        "factors": (8.92, 40),
+        "solutions": (8.95, 80),
+        "products": (9.95, 60),
+    }
+    # One rank does it all; with more ranks than layers A and G go to different ones.
+    whole = balance.published_loads(work, 1, float)
+    assert whole == [sum(size for layer in work.layers for size in layer.shape[1:])]
+    assert balance.published_loads(work, 40, float)[:4] == [27, 16, 144, 16]
+    assert balance.published_loads(work, 20, float)[:2] == [43, 160]
+    found = {each.method: each for each in balance.balances("resnet20", work, 4, default_costs(torch.device("cuda")))}
+    assert found["balanced"].uneven < balance.CLOSE < found["round-robin"].uneven
+    assert found["balanced"].mean <= found["published"].mean * (1 + 1e-9)
+    assert found["balanced"].fastest <= found["balanced"].mean <= found["balanced"].slowest
+
+
+def test_the_ranks_tables():
+    assert str(Table("t", ["a", "b"], [["1", "2"]], "n")) == "### t\n\nn\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |"
+    setting = traffic.Setting("resnet20", 2, "layer-wise", "eigen")
+    kinds = {kind: Sent() for kind in traffic.KINDS}
+    work = balance.work_of("resnet20", "eigen", batch=2, image=8)
+    sent = {
+        traffic.REFRESH: {**kinds, "factors": Sent(1000, 2), "gradients": Sent(116, 2)},
+        traffic.ORDINARY: {**kinds, "gradients": Sent(116, 2)},
+    }
+    planned = {**kinds, "factors": Sent(1000, 2), "gradients": Sent(100, 2)}
+    counted = traffic.Counted(setting, sent, planned, work)
+    assert counted.average == 10 + 116
+    assert traffic.agreement(counted) == "equal"
+    assert "factors" in traffic.agreement(traffic.Counted(setting, sent, {**planned, "factors": Sent(9, 2)}, work))
+    assert [traffic.kind_of(step) for step in range(5)] == [
+        traffic.REFRESH,
+        traffic.ORDINARY,
+        traffic.STATISTICS,
+        traffic.ORDINARY,
+        traffic.REFRESH,
+    ]
+    steps = [{"step": 2.0, "solve": 1.0, "the rest": 1.0} for _ in range(6)]
+    timed = [times.Timed(steps, 3, 1.0), times.Timed([{**step, "solve": 1.5} for step in steps], 1, 3.0)]
+    told = times.summarised(2, "comm-opt", "eigen", timed)
+    assert (told.shares, told.modelled_shares) == ([0.75, 0.25], [0.25, 0.75])
+    assert told.parts["refresh"] == {"step": 2.0, "solve": 1.5, "the rest": 1.0}
+    assert "| comm-opt | 2 | eigen | refresh | 2000.0 | 2000.0 | 1500.0 | 1000.0 | 75% / 25% |" in str(
+        times.table([told], "t")
+    )

@@ -121,9 +121,7 @@ def table_v(found: Sequence[Balance], solver: str, device: str) -> Table:
                 _find(found, model=model, ranks=ranks, solver=solver, method=method)
                 for method in (PUBLISHED, "round-robin", "balanced")
             )
-            verdict = (
-                "the largest factor" if ours.bound else "within 10 % of the mean" if ours.uneven <= CLOSE else "uneven"
-            )
+            close = "within 10 %" if ours.uneven <= CLOSE else "uneven"
             rows.append(
                 [
                     model,

@@ -445,7 +445,9 @@ class KFAC:
         if self._joining is None:
             raise RuntimeError("this KFAC has one process: there is nobody to join")
         if self._control.needs_optimizer and self._joining is not None:
-            raise ValueError("a rank without batches takes no optimizer steps: Join does not go with TrustRegion(of='step')")
+            raise ValueError(
+                "a rank without batches takes no optimizer steps: Join does not go with TrustRegion(of='step')"
+            )
         return self._joining
 
     def _take_along(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:

@@ -52,9 +52,11 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 class Loop:
     """A training loop on this rank's shard of every batch; with one rank, on all of it."""
 
-    def __init__(self, rank: int, ranks: int, *, model: nn.Module | None = None, **options: Any) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.model = Mixed() if model is None else model
+    def __init__(
+        self, rank: int, ranks: int, *, model: nn.Module | None = None, device: str = "cpu", **options: Any
+    ) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.model = (Mixed() if model is None else model).to(device)
         self.wrapped: nn.Module = self.model
         if ranks > 1:
             # DDP rearranges its buckets after the first step, and three ranks then add up in another order: not with
@@ -68,7 +70,7 @@ class Loop:
         self.kfac.attach(self.optimizer)
 
     def shard(self, tensor: Tensor) -> Tensor:
-        return tensor.chunk(self.ranks)[self.rank]
+        return tensor.chunk(self.ranks)[self.rank].to(self.device)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -88,7 +90,23 @@ class Loop:
 
     @property
     def weights(self) -> dict[str, Any]:
-        return {name: parameter.detach().numpy().copy() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.model.named_parameters()}
+
+
+def trained(rank: int, ranks: int, device: str, cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Weights after a run of each case, and the messages of factors that a backward pass had sent by its end."""
+    found = []
+    for options in cases:
+        loop = Loop(rank, ranks, device=device, **options).run()
+        state = loop.kfac.state_dict()
+        again = Loop(rank, ranks, device=device, **options)
+        again.model.load_state_dict(loop.model.state_dict())
+        again.kfac.load_state_dict(state)
+        loop.run(STEPS + 2, skip=STEPS)
+        again.run(STEPS + 2, skip=STEPS)
+        close(again.weights, loop.weights)
+        found.append((loop.weights, loop.kfac.metrics()["decompositions"]))
+    return found
 
 
 def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-10) -> None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distribute.works import CUBES, H200, HAND, RESNETS, dense, layered, layouts, machines, of, resnet, singles, works
 from natgrad.distribute.balance import METHODS, choose, place
-from natgrad.distribute.costs import Costs
+from natgrad.distribute.costs import Costs, default_costs
 from natgrad.distribute.placement import Layer, Placement, Work, make_teams
 from natgrad.distribute.traffic import held_bytes, step_seconds
 
@@ -69,10 +70,11 @@ def test_a_and_g_go_to_different_ranks_where_that_balances_better() -> None:
 
 
 def test_small_factors_are_not_free() -> None:
-    """On a GPU launches take their time, whatever the size: 400 factors of 16 weigh as much as one of 4608."""
-    placement = place(singles(4608, *[16] * 400), ranks=2, team_size=2, costs=H200, interval=1)
-    assert placement.slowest == pytest.approx(0.125)
-    assert min(placement.solve_seconds) == pytest.approx(400 * 0.3e-3)
+    """On a GPU launches take their time, whatever the size. By n³ alone 64 factors of 16 would be as one of 64."""
+    costs = default_costs(torch.device("cuda"))
+    placement = place(singles(*[16] * 64, 64), ranks=2, team_size=2, costs=costs, interval=1)
+    together = [name for name, rank in placement.owner_of.items() if rank == placement.owner_of[chr(ord("a") + 64)]]
+    assert len(together) > 20
 
 
 def test_products_count_where_teams_do_different_ones() -> None:
@@ -91,7 +93,7 @@ def test_resnets_are_balanced_or_bound_by_one_factor(name: str, ranks: int) -> N
     balanced = place(work, ranks=ranks, team_size=ranks, costs=H200, interval=100)
     turns = place(work, ranks=ranks, team_size=ranks, costs=H200, interval=100, method="round-robin")
     largest = max(work.seconds(piece, H200) for piece in work.pieces)
-    assert largest == 0.125
+    assert largest == 0.128
     assert balanced.slowest <= max(1.1 * balanced.mean, largest)
     assert balanced.mean == pytest.approx(turns.mean)
     assert turns.slowest > 1.1 * balanced.slowest

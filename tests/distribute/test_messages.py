@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -158,14 +159,14 @@ def test_shared_statistics_of_equal_batches_are_those_of_one(tmp_path, options):
     (tmp_path / "apart").mkdir()
     options = {**options, "factor_decay": 0.0}
     weights = Loop(0, 1, factor_update_steps=1, inv_update_steps=2, **options).run().weights
-    answers = run_on_ranks(lambda *a: shared_statistics(*a, options, alike=True), tmp_path, 3)
+    answers = run_on_ranks(partial(shared_statistics, options=options, alike=True), tmp_path, 3)
     for mine, taken in answers:
         close(mine, weights)
         assert taken[0] == 13
         # In every second step they are on their way already.
         assert taken[2::2] == [0, 0]
         assert all(0 < count < 13 for count in taken[1::2])
-    apart = run_on_ranks(lambda *a: shared_statistics(*a, options, alike=False), tmp_path / "apart", 3)
+    apart = run_on_ranks(partial(shared_statistics, options=options, alike=False), tmp_path / "apart", 3)
     same(apart[0][0], apart[1][0])
 
 

@@ -19,10 +19,11 @@ def test_a_plan_for_people() -> None:
     assert lines[0] == "comm-opt (chosen by the cost model): 16 ranks, 1 team of 16, balanced"
     assert lines[1].split("  ")[0] == "rank"
     assert len(lines) == 2 + 16 + 5
-    assert lines[2].split() == ["0", "1", "125.0", "ms", "156%", "587.2", "MiB"]
-    assert lines[18] == "refresh: 125.0 ms on the slowest rank, 80.1 ms on average (1.56 ×)"
+    assert lines[2].split() == ["0", "1", "128.0", "ms", f"{placement.slowest / placement.mean:.0%}", "587.2", "MiB"]
+    mean = f"{1000 * placement.mean:.1f} ms on average ({placement.slowest / placement.mean:.2f} ×)"
+    assert lines[18] == f"refresh: 128.0 ms on the slowest rank, {mean}"
     assert lines[19] == (
-        "bound: layer4.0.conv2 A (4608², 125.0 ms) takes as long as its rank: more ranks do not help a refresh. "
+        "bound: layer4.0.conv2 A (4608², 128.0 ms) takes as long as its rank: more ranks do not help a refresh. "
         "solver='inverse' would take 12.0 ms."
     )
     assert lines[20] == (

@@ -80,33 +80,32 @@ class Costs:
 def default_costs(device: torch.device) -> Costs:
     """Costs without measuring: an H200's for any GPU, two cores' for everything else."""
     if device.type == "cuda":
-        # eigh between 256 and 576 is what padding to 513 makes it (`natgrad.solve.linalg`). Below 64 launches count:
-        # those numbers are guesses. The link is a modest guess too: NCCL between machines; within one it is several
-        # times as fast.
+        # Measured, torch 2.11. From 288 to 512 matrices are padded to 513 (`natgrad.solve.linalg`); small ones cost
+        # their launches. The link is a modest guess: NCCL between machines; within one it is several times as fast.
         return Costs(
             device="NVIDIA H200",
             eigen=(
-                (1, 0.25e-3),
-                (16, 0.3e-3),
-                (64, 1.0e-3),
-                (256, 4.9e-3),
-                (576, 6.1e-3),
-                (1152, 13e-3),
+                (1, 0.4e-3),
+                (16, 0.42e-3),
+                (32, 0.76e-3),
+                (64, 1.15e-3),
+                (128, 2.2e-3),
+                (256, 5.5e-3),
+                (512, 5.8e-3),
+                (1024, 11e-3),
                 (2304, 32e-3),
-                (4608, 125e-3),
+                (4608, 128e-3),
             ),
             inverse=(
-                (1, 0.09e-3),
-                (16, 0.1e-3),
-                (64, 0.2e-3),
-                (256, 0.4e-3),
-                (512, 0.7e-3),
-                (576, 0.7e-3),
-                (1152, 1.4e-3),
+                (1, 0.34e-3),
+                (128, 0.36e-3),
+                (256, 0.39e-3),
+                (512, 0.59e-3),
+                (1024, 1.2e-3),
                 (2304, 3.4e-3),
                 (4608, 12e-3),
             ),
-            flops=30e12,
+            flops=50e12,
             bandwidth=20e9,
             latency=30e-6,
         )

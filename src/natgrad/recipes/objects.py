@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from natgrad import models, schedules
+from natgrad.distribute.strategy import Strategy
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.models import ChunkedBatchNorm2d
@@ -263,11 +264,15 @@ def _warmup(path: str, value: Mapping[str, Any]) -> schedules.Schedule:
         ) from None
 
 
+_STRATEGY = ("strategy", "grad_worker_fraction", "share_statistics", "wire")
+
+
 def build_kfac(recipe: Recipe, model: nn.Module, *, steps_per_epoch: int) -> KFAC:
     """K-FAC on a model."""
-    arguments = kfac_arguments(recipe, steps_per_epoch)
     try:
-        return KFAC(model, **arguments)
+        return KFAC(model, **kfac_arguments(recipe, steps_per_epoch))
+    except RecipeError:
+        raise
     except (TypeError, ValueError) as error:
         raise RecipeError(f"kfac: {error}") from error
 
@@ -275,7 +280,7 @@ def build_kfac(recipe: Recipe, model: nn.Module, *, steps_per_epoch: int) -> KFA
 def kfac_arguments(recipe: Recipe, steps_per_epoch: int) -> dict[str, Any]:
     """The options of `KFAC` that a recipe gives."""
     options = recipe.kfac
-    skipped = ("enabled", "region_of", "factor_update_epochs", "inv_update_epochs")
+    skipped = ("enabled", "region_of", "factor_update_epochs", "inv_update_epochs", *_STRATEGY)
     given: dict[str, Any] = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(KFACOptions)
@@ -293,5 +298,12 @@ def kfac_arguments(recipe: Recipe, steps_per_epoch: int) -> dict[str, Any]:
         given["kl_clip"] = None
     elif options.region_of is not None:
         given["kl_clip"] = TrustRegion(given["kl_clip"], of=options.region_of)
+    if any(getattr(options, name) is not None for name in _STRATEGY):
+        given["strategy"] = Strategy(
+            name=options.strategy or "auto",
+            grad_worker_fraction=options.grad_worker_fraction,
+            share_statistics=bool(options.share_statistics),
+            wire=torch.bfloat16 if options.wire == "bf16" else None,
+        )
     given["predictive"] = "bernoulli" if recipe.training.loss == "reconstruction" else "categorical"
     return given

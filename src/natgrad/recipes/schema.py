@@ -138,6 +138,10 @@ class KFACOptions:
     max_vector_size: int | None = field(None, "longer vectors get a diagonal block", at_least=1)
     stats_fraction: float | None = field(None, "part of a batch that statistics are taken from", above=0, at_most=1)
     compile_preconditioning: bool | None = field(None, "compile the arithmetic of preconditioning")
+    strategy: Literal["auto", "comm-opt", "layer-wise", "hybrid"] | None = field(None, "how ranks share the work")
+    grad_worker_fraction: float | None = field(None, "part of the ranks in a hybrid's team", above=0, at_most=1)
+    share_statistics: bool | None = field(None, "each rank takes the statistics of its share of the factors")
+    wire: Literal["bf16"] | None = field(None, "send factors and gradients between ranks with half the bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
