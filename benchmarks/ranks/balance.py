@@ -194,5 +194,5 @@ def table_of_elements(work: Work) -> Table:
         "Elements of factors per worker, ResNet-50",
         [*header, "round-robin's min", "max", "balanced's min", "max"],
         rows,
-        "The published placement reproduces the paper's numbers: it is the one that the paper used.",
+        "The published placement, as this benchmark understands it, reproduces the numbers that the paper gives.",
     )

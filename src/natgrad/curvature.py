@@ -81,7 +81,7 @@ class Curvature:
         window = self._window
         terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
         if self._together is not None:
-            self._finish_early()
+            self.settle()
             agreed = self._together.agree_on_statistics(self.step, window)
             terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
             elsewhere = agreed.elsewhere
@@ -141,7 +141,7 @@ class Curvature:
         now = self._settings.at(self.step)
         if not self._is_due(now):
             return
-        self._finish_early()
+        self.settle()
         with window.clock.part("statistics"):
             agreed: Agreed = together.agree_on_statistics(self.step, window)
             if window.without_statistics(agreed.elsewhere):
@@ -154,8 +154,10 @@ class Curvature:
             list(self._registry), self.preconditioner, now.refresh_interval, self.step, int(self._refused)
         )
 
-    def _finish_early(self) -> None:
-        """The step that sums were sent for did not come, or more statistics did: they stay where they arrived."""
+    def settle(self) -> None:
+        """Lets sums arrive that are on their way since the backward pass, where something else comes before the step
+        that they were sent for.
+        """
         if self._collecting is not None:
             self._collecting.finish()
             self._collecting.settle()
@@ -251,7 +253,7 @@ class Curvature:
 
     def load(self, state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
         """Goes on from a checkpoint, with its blocks and their solutions."""
-        self._finish_early()
+        self.settle()
         self._registry.replace(blocks)
         self._solved_version = self._registry.version
         self.preconditioner = preconditioner

@@ -568,6 +568,7 @@ class KFAC:
 
     def _gather(self, what: str, wait: float = WAIT, facts: Any = None) -> Gathered:
         assert self._together is not None, "there are other ranks"
+        self._curvature.settle()
         self._curvature.follow_registry()
         return self._together.gather(
             what, self._preconditioner, self._curvature.refresh_interval, self._step, wait=wait, facts=facts
@@ -593,14 +594,13 @@ class KFAC:
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
         sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-        plan = None if self._together is None else self._together.spread.plan(self._curvature.refresh_interval)
         return build_report(
             sizes,
             self._registry,
             self._preconditioner,
             reasons,
             f"{_steps(self._step)}{attached}",
-            owner=None if plan is None else plan.owner,
+            owner=None if self._together is None else self._together.spread.owner,
         )
 
     def plan(self, *, ranks: int | None = None, strategy: str | Strategy | None = None) -> Plan:
@@ -612,14 +612,14 @@ class KFAC:
         if len(self._registry) == 0:
             raise RuntimeError("there is nothing to plan yet: run one training step")
         interval = self._curvature.refresh_interval
-        if self._together is not None and ranks is None and strategy is None:
-            self._together.assign(self._preconditioner, interval)
-            made = self._together.spread.plan(interval)
-            assert made is not None, "blocks have just been assigned"
-            return made
         known = Strategy() if self._together is None else self._together.spread.strategy
+        here = 1 if self._together is None else self._together.channel.size
+        if ranks is None and strategy is None and self._together is not None:
+            present = self._together.spread.plan(interval)
+            if present is not None:
+                return present
         wanted = known if strategy is None else checked_strategy(strategy, None)
-        count = whole_number("ranks", 1 if ranks is None else ranks)
+        count = whole_number("ranks", here if ranks is None else ranks)
         assert count is not None, "there is no None to choose"
         device = next(iter(self._parameters.values())).device
         work, _ = work_of(self._registry, self._preconditioner.keys, self._preconditioner.solver)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import natgrad
-from distribute.mixed import STEPS, Loop, close, problem_of, same
+from distribute.mixed import STEPS, Loop, batches, close, loss_of, problem_of, same
 from ranks import run_on_ranks
 
 HALF = 3
@@ -125,6 +125,26 @@ def without_decompositions(rank: int, ranks: int) -> Any:
 def test_a_state_without_decompositions_is_decomposed_by_all_together(tmp_path):
     for went_on, loaded in run_on_ranks(without_decompositions, tmp_path, 2):
         close(loaded, went_on)
+
+
+def between_backward_and_step(rank: int, ranks: int) -> tuple[Any, Any]:
+    """Sums are on their way then: a state that is saved there has them all the same."""
+    loop = Loop(rank, ranks, factor_update_steps=1, inv_update_steps=1, strategy="layer-wise").run(2)
+    for number, (x, y) in enumerate(batches(4)):
+        if number >= 2:
+            loop.optimizer.zero_grad()
+            loss_of(loop.wrapped(loop.shard(x)), loop.shard(y)).backward()
+            loop.kfac.state_dict()
+            loop.kfac.gather_blocks()
+            loop.optimizer.step()
+    return loop.weights, [float(f.weight) for block in loop.kfac.gather_blocks() for f in block.factors()]
+
+
+def test_a_state_that_is_saved_before_the_step_loses_nothing(tmp_path):
+    loop = Loop(0, 1, factor_update_steps=1, inv_update_steps=1).run(4)
+    for weights, rows in run_on_ranks(between_backward_and_step, tmp_path, 2):
+        close(weights, loop.weights)
+        assert rows == pytest.approx([float(f.weight) for block in loop.kfac.blocks for f in block.factors()])
 
 
 def one_does_not_come(rank: int, ranks: int) -> tuple[list[str], int, Any]:

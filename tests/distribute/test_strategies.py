@@ -6,9 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from distribute.mixed import Loop, close, same
-from natgrad import Strategy
+from natgrad import KFAC, Strategy
 from ranks import run_on_ranks
 
 STRATEGIES: dict[str, Any] = {
@@ -59,3 +60,18 @@ def test_every_strategy_equals_one_rank_and_no_work_is_done_twice(tmp_path, rank
         counts = [answer[strategy, name][1] for answer in answers]
         assert sum(counts) == count
         assert max(counts) < count
+
+
+def one_of_one(rank: int, ranks: int) -> dict[str, Any]:
+    loop = Loop(rank, ranks)
+    loop.wrapped = torch.nn.parallel.DistributedDataParallel(loop.model)
+    loop.kfac.detach()
+    loop.kfac = KFAC(loop.wrapped, factor_update_steps=1, inv_update_steps=2, damping=1e-2, strategy="layer-wise")
+    loop.kfac.attach(loop.optimizer)
+    assert "one rank" in str(loop.run().kfac.plan())
+    return loop.weights
+
+
+def test_one_rank_under_torchrun_is_one_process(tmp_path):
+    (weights,) = run_on_ranks(one_of_one, tmp_path, 1)
+    same(weights, Loop(0, 1).run().weights)

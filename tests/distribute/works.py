@@ -6,21 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from natgrad.distribute.balance import place
-from natgrad.distribute.costs import Costs
+from natgrad.distribute.costs import Costs, default_costs
 from natgrad.distribute.placement import Layer, Piece, Placement, Work
 
-# About a GPU's, fixed: tests do not change when the defaults are measured anew.
-H200 = Costs(
-    device="NVIDIA H200",
-    eigen=((64, 1.0e-3), (256, 4.9e-3), (576, 6.1e-3), (1152, 13e-3), (2304, 32e-3), (4608, 125e-3)),
-    inverse=((64, 0.2e-3), (256, 0.4e-3), (576, 0.7e-3), (1152, 1.4e-3), (2304, 3.4e-3), (4608, 12e-3)),
-    flops=30e12,
-    bandwidth=20e9,
-    latency=30e-6,
-)
+H200 = default_costs(torch.device("cuda"))
 # A factor of size n takes n³ seconds, its inverse a tenth; products are free, nearly.
 CUBES = Costs("cubes", ((1, 1.0),), ((1, 0.1),), flops=1e12, bandwidth=100.0, latency=3.0)
 RESNETS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}

@@ -112,6 +112,14 @@ class Spread:
             return None
         return plan(self.assignment.work, self.assignment.placement, self.costs(), interval, self.strategy.name)
 
+    def owner(self, block: str) -> str:
+        """Which ranks decompose a block's factors, for people."""
+        known = self._assignment is not None and block in self._assignment.placement.team_of
+        if not known:
+            return ""
+        pieces = next(layer.pieces for layer in self.assignment.work.layers if layer.name == block)
+        return "+".join(map(str, dict.fromkeys(self.assignment.placement.owner_of[piece] for piece in pieces)))
+
     # Statistics
 
     def takes(self, factor: Factor) -> bool:
