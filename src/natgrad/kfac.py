@@ -600,7 +600,7 @@ class KFAC:
             self._preconditioner,
             reasons,
             f"{_steps(self._step)}{attached}",
-            owner=None if self._together is None else self._together.spread.owner,
+            owners={} if self._together is None else self._together.spread.owners(),
         )
 
     def plan(self, *, ranks: int | None = None, strategy: str | Strategy | None = None) -> Plan:

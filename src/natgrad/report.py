@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from natgrad.blocks.factor import Factor
@@ -115,7 +115,7 @@ def build_report(
     reasons: Mapping[str, str],
     state: str,
     *,
-    owner: Callable[[str], str] | None = None,
+    owners: Mapping[str, str],
 ) -> Report:
     """A line for every parameter: its blocks, or the reason why it has none."""
     counted: set[int] = set()
@@ -133,9 +133,9 @@ def build_report(
         if blocks[0].weight.box is not None:
             kind += " " + " ".join(block.weight.label.removeprefix(name) for block in blocks)
         memory = sum(_bytes(block, preconditioner, counted) for block in blocks)
-        owners = "" if owner is None else " ; ".join(dict.fromkeys(owner(block.key) for block in blocks))
+        owner = " ; ".join(dict.fromkeys(owners.get(block.key, "") for block in blocks))
         note = blocks[0].form.note
-        lines.append(Line(name, kind, factors, memory, elements=elements, note=note, owner=owners))
+        lines.append(Line(name, kind, factors, memory, elements=elements, note=note, owner=owner))
     return Report(tuple(lines), state)
 
 

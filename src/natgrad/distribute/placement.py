@@ -160,3 +160,9 @@ def _no_doubles(what: str, names: Sequence[str]) -> None:
     doubles = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if doubles:
         raise ValueError(f"{what} must be named once each, got {', '.join(map(repr, doubles))} again")
+
+
+def owners_of(work: Work, placement: Placement) -> dict[str, str]:
+    """The ranks that decompose each layer's factors, for people: ``0``, or ``0+3``."""
+    ranks = {layer.name: sorted({placement.owner_of[piece] for piece in layer.pieces}) for layer in work.layers}
+    return {name: "+".join(map(str, own)) for name, own in ranks.items()}

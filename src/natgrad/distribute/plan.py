@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from natgrad.distribute.costs import Costs
-from natgrad.distribute.placement import Matrices, Placement, Work, owned
+from natgrad.distribute.placement import Matrices, Placement, Work, owned, owners_of
 from natgrad.distribute.traffic import Sent, Traffic, held_bytes, step_seconds, traffic
+from natgrad.report import memory
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,7 @@ class Plan:
 
     def owner(self, layer: str) -> str:
         """The ranks that decompose a layer's factors: ``0``, or ``0+3``."""
-        for each in self.work.layers:
-            if each.name == layer:
-                return "+".join(map(str, sorted({self.placement.owner_of[name] for name in each.pieces})))
-        raise KeyError(layer)
+        return owners_of(self.work, self.placement)[layer]
 
     def __str__(self) -> str:
         if self.placement.ranks == 1:
@@ -52,8 +50,6 @@ class Plan:
         return "\n".join(text)
 
     def _solved(self, rank: int) -> str:
-        from natgrad.report import memory  # here, since the report may be importing this
-
         pieces = len(owned(self.work, self.placement, rank))
         held = held_bytes(self.work, self.placement)[rank]
         return f"{pieces} pieces, {_ms(self.placement.solve_seconds[rank])} a refresh, {memory(held)} of decompositions"
@@ -68,8 +64,6 @@ class Plan:
         )
 
     def _table(self) -> list[str]:
-        from natgrad.report import memory  # here, since the report may be importing this
-
         seconds, mean = self.placement.solve_seconds, self.placement.mean
         held = held_bytes(self.work, self.placement)
         rows = [("rank", "pieces", "refresh", "of the mean", "held")]
@@ -114,8 +108,6 @@ def _ms(seconds: float) -> str:
 
 
 def _sent(sent: Sent) -> str:
-    from natgrad.report import memory  # here, since the report may be importing this
-
     return f"{memory(sent.bytes)} in {sent.calls} messages" if sent.calls else "nothing"
 
 

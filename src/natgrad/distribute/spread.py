@@ -17,6 +17,7 @@ from natgrad.distribute.assignment import Assignment, groups, placed
 from natgrad.distribute.channel import Channel
 from natgrad.distribute.costs import Costs
 from natgrad.distribute.directions import Directions, Shape
+from natgrad.distribute.placement import owners_of
 from natgrad.distribute.plan import Plan, plan
 from natgrad.distribute.strategy import Strategy
 from natgrad.distribute.sums import Collecting
@@ -112,13 +113,11 @@ class Spread:
             return None
         return plan(self.assignment.work, self.assignment.placement, self.costs(), interval, self.strategy.name)
 
-    def owner(self, block: str) -> str:
-        """Which ranks decompose a block's factors, for people."""
-        known = self._assignment is not None and block in self._assignment.placement.team_of
-        if not known:
-            return ""
-        pieces = next(layer.pieces for layer in self.assignment.work.layers if layer.name == block)
-        return "+".join(map(str, dict.fromkeys(self.assignment.placement.owner_of[piece] for piece in pieces)))
+    def owners(self) -> dict[str, str]:
+        """Which ranks decompose the factors of each block, for people."""
+        if self._assignment is None:
+            return {}
+        return owners_of(self.assignment.work, self.assignment.placement)
 
     # Statistics
 
