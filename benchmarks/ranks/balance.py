@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.ranks.common import Loop, Outcome, Table
-from natgrad.distribute.balance import place
+from natgrad.distribute.balance import METHODS, place
 from natgrad.distribute.costs import Costs, default_costs
 from natgrad.distribute.placement import Work
-from natgrad.distribute.strategy import METHODS
 
 MODELS = ("resnet50", "resnet101", "resnet152")
 RANKS = (16, 32, 64)

@@ -74,7 +74,7 @@ def settings(model: str, ranks: int) -> list[Setting]:
     """Every strategy and solver; teams of half the ranks are teams of one where there are two."""
     names = ["comm-opt", "layer-wise", *(["hybrid"] if ranks > 2 else [])]
     found = [Setting(model, ranks, name, solver) for solver in ("inverse", "eigen") for name in names]
-    return [*found, Setting(model, ranks, names[-1], "inverse", "bf16")]
+    return [*found, Setting(model, ranks, names[-1], "eigen", "bf16")]
 
 
 def kind_of(step: int) -> str:
@@ -193,14 +193,11 @@ def table_of_messages(found: Sequence[Counted]) -> Table:
 
 
 def agreement(each: Counted) -> str:
-    """Whether the plan said what was sent. Gradients come with a length of eight bytes a team; the plan does not know
-    of numbers that are sent with half the bytes.
-    """
-    half = 2 if each.setting.wire else 1
+    """Whether the plan said what was sent. Gradients come with a length of eight bytes a team."""
     refresh, step = each.sent[REFRESH], each.sent[ORDINARY]
     for kind, real in (("factors", refresh), ("solutions", refresh), ("gradients", step)):
         plan = each.planned[kind]
-        size = plan.bytes // (half if kind != "solutions" else 1) + (8 * plan.calls if kind == "gradients" else 0)
+        size = plan.bytes + (8 * plan.calls if kind == "gradients" else 0)
         if real[kind] != Sent(size, plan.calls):
             return f"{kind}: {_sent(plan)}"
     return "equal"

@@ -208,7 +208,7 @@ class Curvature:
                 self._warner.once(
                     "decomposition",
                     f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
-                    "the last good ones stay in use",
+                    "the last good ones stay in use, and where there is none the factors' diagonals",
                 )
         if collecting is not None:
             collecting.settle()

@@ -622,7 +622,7 @@ class KFAC:
         count = whole_number("ranks", here if ranks is None else ranks)
         assert count is not None, "there is no None to choose"
         device = next(iter(self._parameters.values())).device
-        work, _ = work_of(self._registry, self._preconditioner.keys, self._preconditioner.solver)
+        work, _ = work_of(self._registry, self._preconditioner.keys, self._preconditioner.solver, wanted)
         return planned(work, wanted, ranks=count, device=device, interval=interval)
 
     def __repr__(self) -> str:

@@ -247,7 +247,7 @@ class Together:
         if not blocks:
             return Gathered({}, None, {}, answers)
         self.assign(preconditioner, interval)
-        collecting = self.spread.collect(blocks, what, 0)
+        collecting = self.spread.collect(blocks, what, 0, rounded=False)
         whole = collecting.finish()
         collecting.settle()
         return Gathered(

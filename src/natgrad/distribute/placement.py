@@ -48,12 +48,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that is to be placed. `element_size`: bytes of a number, on the wire and in memory."""
+    """Everything that is to be placed. `element_size`: bytes of a number, in memory and in messages; of sums and
+    gradients in messages they may be others.
+    """
 
     layers: tuple[Layer, ...]
     pieces: tuple[Piece, ...]
     solver: str
     element_size: int = 4
+    sum_size: int | None = None
+    gradient_size: int | None = None
 
     def __post_init__(self) -> None:
         choice("solver", self.solver, ("eigen", "inverse"))

@@ -59,7 +59,7 @@ class Spread:
         before = self._assignment
         if before is not None and before.fits(present, keys):
             return
-        work, contents = work_of(present.values(), keys, solver)
+        work, contents = work_of(present.values(), keys, solver, self.strategy)
         fixed = {} if before is None else {k: t for k, t in before.placement.team_of.items() if k in present}
         placement = placed(work, self.strategy, self._team_size, self.channel.size, self.costs(), interval, fixed)
         self._team_size = placement.team_size
@@ -141,11 +141,14 @@ class Spread:
 
     # Sums, solutions, directions
 
-    def collect(self, blocks: Sequence[KroneckerBlock], place: str, refused: int) -> Collecting:
-        """Starts to hand the sums of the blocks' factors over to who decomposes them."""
-        collecting = sums.collect(
-            self.channel, self.assignment, blocks, place=place, refused=refused, wire=self.strategy.wire
-        )
+    def collect(
+        self, blocks: Sequence[KroneckerBlock], place: str, refused: int, *, rounded: bool = True
+    ) -> Collecting:
+        """Starts to hand the sums of the blocks' factors over to who decomposes them; not `rounded`, whatever the
+        strategy says of that.
+        """
+        wire = self.strategy.wire_of_sums(self.assignment.work.solver) if rounded else None
+        collecting = sums.collect(self.channel, self.assignment, blocks, place=place, refused=refused, wire=wire)
         if self.strategy.share_statistics and not self._shares:
             self._share_out({factor: weight for factor, (_, weight) in collecting.known.items()})
         return collecting

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from natgrad.distribute.balance import METHODS
 from natgrad.distribute.costs import Costs
 from natgrad.options import choice, flag, fraction, whole_number
 
 STRATEGIES = ("auto", "comm-opt", "layer-wise", "hybrid")
-METHODS = ("balanced", "round-robin")
 _HYBRID = 0.5
 
 
@@ -30,7 +30,8 @@ class Strategy:
             those of the kind of device.
         memory: bytes of decompositions that ``"auto"`` may let a rank hold.
         share_statistics: each rank takes the statistics of its share of the factors only, in turns.
-        wire: ``torch.bfloat16`` to send sums of factors and preconditioned gradients with half the bytes.
+        wire: ``torch.bfloat16`` to send preconditioned gradients, and with ``solver="eigen"`` sums of factors, with
+            half the bytes.
         timeout: seconds after which a rank that does not come is given up.
     """
 
@@ -64,6 +65,12 @@ class Strategy:
         share = _HYBRID if self.grad_worker_fraction is None else self.grad_worker_fraction
         sizes = {"comm-opt": ranks, "layer-wise": 1, "hybrid": max(1, min(ranks, round(share * ranks)))}
         return sizes.get(self.name)
+
+    def wire_of_sums(self, solver: str) -> torch.dtype | None:
+        """What sums of factors travel in. Rounded ones may have small eigenvalues below zero: an eigendecomposition
+        takes them for zero, and a Cholesky factorisation fails.
+        """
+        return self.wire if solver == "eigen" else None
 
 
 def checked_strategy(strategy: Any, grad_worker_fraction: Any) -> Strategy:

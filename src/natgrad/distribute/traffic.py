@@ -30,7 +30,8 @@ def _factor_messages(work: Work, placement: Placement) -> Iterable[Message]:
     everyone = tuple(range(placement.ranks))
     for rank in everyone:
         pieces = owned(work, placement, rank)
-        if size := work.element_size * sum(_triangle(each) for piece in pieces for each in piece.sums):
+        each_size = work.sum_size or work.element_size
+        if size := each_size * sum(_triangle(each) for piece in pieces for each in piece.sums):
             yield Message("factors", rank, everyone, size)
 
 
@@ -46,7 +47,7 @@ def _solution_messages(work: Work, placement: Placement) -> Iterable[Message]:
 def _gradients(work: Work, placement: Placement) -> Iterable[Message]:
     for number, team in enumerate(placement.teams):
         layers = [layer for layer in work.layers if placement.team_of[layer.name] == number]
-        size = work.element_size * sum(layer.elements for layer in layers)
+        size = (work.gradient_size or work.element_size) * sum(layer.elements for layer in layers)
         for member, rank in enumerate(team):
             receivers = placement.receivers(number, member)
             if receivers and size:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.distribute.placement import Layer, Piece, Work
+from natgrad.distribute.strategy import Strategy
 
 Keys = Callable[[KroneckerBlock], tuple[Hashable, ...]]
 
@@ -20,7 +21,9 @@ class Contents:
     factors: tuple[Factor, ...]
 
 
-def work_of(blocks: Iterable[KroneckerBlock], keys: Keys, solver: str) -> tuple[Work, dict[str, Contents]]:
+def work_of(
+    blocks: Iterable[KroneckerBlock], keys: Keys, solver: str, strategy: Strategy
+) -> tuple[Work, dict[str, Contents]]:
     """The work of refreshing blocks, and the contents of its pieces by name. `keys` name the sides of a block.
 
     A piece is one factor's decomposition. Sides that need a common factor are one piece (damped inverses of layers that
@@ -55,7 +58,16 @@ def work_of(blocks: Iterable[KroneckerBlock], keys: Keys, solver: str) -> tuple[
         for block in blocks
     ]
     size = max((block.straight.row.sum.element_size() for block in blocks), default=4)
-    return Work(tuple(layers), tuple(pieces), solver=solver, element_size=size), contents
+    sums, gradients = strategy.wire_of_sums(solver), strategy.wire
+    work = Work(
+        tuple(layers),
+        tuple(pieces),
+        solver=solver,
+        element_size=size,
+        sum_size=None if sums is None else sums.itemsize,
+        gradient_size=None if gradients is None else gradients.itemsize,
+    )
+    return work, contents
 
 
 @dataclass(frozen=True)
