@@ -218,7 +218,7 @@ def whole_intervals(folder: Path, steps: int) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 12), (2, 6)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 12), (2, 6), (3, 4)])
 def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     tmp_path: Path, variant: str, ranks: int, kills: int
 ) -> None:

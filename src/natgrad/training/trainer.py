@@ -75,6 +75,7 @@ class Trainer:
         if ranks.count > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self.running = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
+            self._settle_packing()
         if training.compile:
             self.running = torch.compile(self.running)  # type: ignore[assignment]
         self.optimizer = build_optimizer(recipe, self.model, ranks=ranks.count, steps_per_epoch=self.steps_per_epoch)
@@ -471,6 +472,23 @@ class Trainer:
             raise RecipeError(
                 f"the model gives {logits[0].numel()} outputs for the {math.prod(self.data.shape)} pixels of a case"
             )
+
+    def _settle_packing(self) -> None:
+        """Takes DDP through one pass, of which nothing remains.
+
+        After its first it packs the gradients anew, in the order in which they came, and where one lies decides in
+        which order those of three and more ranks are added up. So a run that goes on would round otherwise in its first
+        step than the one that was not interrupted.
+        """
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        self.running.train()
+        with torch.random.fork_rng(devices), autocast(self.recipe.training.precision, self.ranks.device):
+            output = self.running(self._example())
+            (output if isinstance(output, Tensor) else output[0]).sum().backward()
+        self.running.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     def _example(self) -> Tensor:
         """Two cases as the data has them, all zero."""
