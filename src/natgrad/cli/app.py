@@ -92,6 +92,8 @@ def train(
         plan = recipes.load(name, changes)
         label = recipes.label(name)
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
+            if (begun := these.begun()) is not None:  # torchrun has restarted the ranks
+                folder, resume = begun, True
             finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
     if not finished.saved:
         raise typer.Exit(1)

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 WAIT = timedelta(minutes=10)
 """Longest wait for another rank; a rank that has died ends the run instead of stopping it for ever."""
 
+_BEGUN = "natgrad: the folder of the run"
 _ENDED = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "nccl")
 _SILENT = ("timed out waiting", "timed out after", "wait timeout after", "application timeout caused pair closure")
 
@@ -33,7 +36,7 @@ class LostError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """This process among the others. `hosts` is a group that talks between CPUs, whatever the device; `wait` is how
-    long it and the other groups wait for a rank.
+    long it and the other groups wait for a rank. `lasting`, which the first one has, outlives restarts by torchrun.
     """
 
     rank: int = 0
@@ -41,6 +44,7 @@ class Ranks:
     device: torch.device
     hosts: dist.ProcessGroup | None = None
     wait: timedelta = WAIT
+    lasting: Store | None = None
 
     @property
     def first(self) -> bool:
@@ -91,6 +95,19 @@ class Ranks:
         with nullcontext() if self.count == 1 else _lost_told(what, self.wait):
             yield
 
+    def begun(self) -> Path | None:
+        """The folder of the run that these ranks had begun before torchrun restarted them."""
+        kept = ""
+        if self.lasting is not None and self.lasting.check([_BEGUN]):
+            kept = self.lasting.get(_BEGUN).decode()
+        text = self.told(kept)
+        return Path(text) if text else None
+
+    def begin(self, folder: Path) -> None:
+        """Remembers the folder for `begun`: from here on a restart goes on with it."""
+        if self.lasting is not None:
+            self.lasting.set(_BEGUN, str(folder.absolute()))
+
 
 @contextmanager
 def started(device: str | None = None, *, wait: timedelta = WAIT) -> Iterator[Ranks]:
@@ -101,7 +118,7 @@ def started(device: str | None = None, *, wait: timedelta = WAIT) -> Iterator[Ra
         raise DeviceError(f"torchrun's environment variables are not numbers: {error}") from None
     chosen = _device(device, local)
     if count == 1:
-        yield Ranks(device=chosen)
+        yield Ranks(device=chosen, lasting=_lasting_store(wait))
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -114,7 +131,9 @@ def started(device: str | None = None, *, wait: timedelta = WAIT) -> Iterator[Ra
     try:
         with _lost_told("the others", wait):
             hosts = dist.new_group(backend="gloo", timeout=wait)
-            yield Ranks(rank=dist.get_rank(), count=count, device=chosen, hosts=hosts, wait=wait)
+            rank = dist.get_rank()
+            lasting = None if rank else _lasting_store(wait)
+            yield Ranks(rank=rank, count=count, device=chosen, hosts=hosts, wait=wait, lasting=lasting)
     finally:
         dist.destroy_process_group()
 
@@ -136,6 +155,14 @@ def _lost_told(what: str, wait: timedelta) -> Iterator[None]:
                 "Is that one stopped, or its machine out of reach?"
             ) from error
         raise
+
+
+def _lasting_store(wait: timedelta) -> Store | None:
+    """torchrun's own, which is there as long as torchrun is, however often it restarts the ranks."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
 
 def _store_of_attempt(wait: timedelta) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def run(
         notes = [*_changes(folder, recipe), *_go_on(trainer, checkpoints)] if resume else []
         if ranks.first:
             _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)
+            ranks.begin(folder)
             stack.callback(everybody.add(TensorBoard, folder / "tensorboard", resume_from=trainer.step or None))
             everybody.add(partial(Recorder, recipe=recipe), folder / METRICS, resume_from=trainer.step or None)
         everybody.started(_beginning(trainer, name=name, folder=folder))
