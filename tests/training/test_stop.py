@@ -18,6 +18,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  (this and TensorBoard, so that no forked process has to)
 import torch.utils.tensorboard  # noqa: F401
 from tests.training.test_resume import (
+    ALWAYS,
     TORCHRUN,
     descendants,
     digits,
@@ -35,7 +36,7 @@ from tests.training.test_resume import train as train_quietly
 from natgrad.cli import main
 from natgrad.cli.plain import Plain
 from natgrad.training import checkpoints, metrics_file, trainer
-from natgrad.training.ranks import Ranks
+from natgrad.training.ranks import LostError, Ranks
 
 SMALL = [f"model.name={network.__module__}:network", "training.batch=50", "training.log_every=2"]
 OFTEN = "training.checkpoint_every=1e-9"
@@ -192,12 +193,58 @@ def test_processes_that_decode_images_are_gone_after_a_signal_to_all(tmp_path: P
     assert "Traceback" not in output.read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_stop_together_when_one_of_them_is_asked(tmp_path: Path, rank: int) -> None:
-    folder, recipe, prepare = tmp_path / "run", digits(), signalled_in_step(4, signal.SIGTERM, rank=rank)
+def in_a_step(act: Callable[[], None]) -> None:
+    """Acts in the middle of the fifth step."""
+    usual = trainer.seed_step
+
+    def seed_step(seed: int, step: int, ranks: Any) -> None:
+        usual(seed, step, ranks)
+        if step == 4:
+            act()
+
+    trainer.seed_step = seed_step
+
+
+def in_an_evaluation(act: Callable[[], None]) -> None:
+    """Acts where the fifth evaluation begins."""
+    usual, left = trainer.Trainer._share_buffers, [5]
+
+    def share_buffers(self: trainer.Trainer) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            act()
+        usual(self)
+
+    trainer.Trainer._share_buffers = share_buffers  # type: ignore[method-assign]
+
+
+def in_a_save(act: Callable[[], None]) -> None:
+    """Acts where the fifth checkpoint begins."""
+    usual, left = trainer.all_finite, [5]
+
+    def all_finite(tensors: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            act()
+        return usual(tensors)
+
+    trainer.all_finite = all_finite
+
+
+MOMENTS = {"step": in_a_step, "evaluation": in_an_evaluation, "save": in_a_save}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
+def test_ranks_stop_together_whichever_is_asked_and_whenever(
+    tmp_path: Path, asked: tuple[int, ...], moment: str
+) -> None:
+    # They evaluate and save after every step: K-FAC's sums are rounded then, and must be so in both runs.
+    folder, recipe = tmp_path / "run", digits(ALWAYS)
 
     def work(these: Ranks) -> None:
-        prepare()
+        if these.rank in asked:
+            MOMENTS[moment](lambda: os.kill(os.getpid(), signal.SIGTERM))
         train_quietly(recipe, folder, ranks=these)
 
     with forked(2, work, tmp_path / "store") as processes:
@@ -210,8 +257,61 @@ def test_ranks_stop_together_when_one_of_them_is_asked(tmp_path: Path, rank: int
     assert last(folder)["step"] == line["step"]
 
     for one in (folder, tmp_path / "quiet"):
-        to_the_end(digits("training.steps=9"), one, 2)
+        to_the_end(digits("training.steps=9", ALWAYS), one, 2)
     assert same(last(folder), last(tmp_path / "quiet"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("moment", "waited_for"),
+    [
+        ("step", "the others in step 5"),
+        ("evaluation", "the others in the evaluation after step 5"),
+        ("save", "the checkpoint after step 5"),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_others_which_say_what_they_waited_for(
+    tmp_path: Path, moment: str, waited_for: str, rank: int
+) -> None:
+    told = lost_while_another_is(signal.SIGKILL, tmp_path, moment, rank, wait=60)
+    assert told == f"another rank has ended while this one waited for {waited_for}: see what that one says"
+
+
+@pytest.mark.parametrize(
+    ("moment", "waited_for", "rank"), [("step", "the others in step 5", 0), ("save", "the checkpoint after step 5", 1)]
+)
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(
+    tmp_path: Path, moment: str, waited_for: str, rank: int
+) -> None:
+    told = lost_while_another_is(signal.SIGSTOP, tmp_path, moment, rank, wait=4)
+    assert told.startswith(f"another rank does not answer: this one has waited 4 seconds for {waited_for}. Is that")
+
+
+def lost_while_another_is(number: signal.Signals, tmp_path: Path, moment: str, rank: int, *, wait: float) -> str:
+    """What a rank says when another one got a signal that it cannot catch; it wants to save then, as a SIGTERM of its
+    own in the same step makes it.
+    """
+    recipe, output = digits(ALWAYS), tmp_path / "output"
+
+    def signalled() -> None:
+        time.sleep(0.5)  # until the other one has all of this one's answers and waits for the next
+        os.kill(os.getpid(), number)
+
+    def work(these: Ranks) -> None:
+        if these.rank == rank:
+            MOMENTS[moment](signalled)
+        else:
+            in_a_step(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            train_quietly(recipe, tmp_path / "run", ranks=these)
+        except LostError as error:
+            output.write_text(str(error))
+            os._exit(9)
+
+    with forked(2, work, tmp_path / "store", wait=wait) as processes:
+        processes[1 - rank].join(60)
+        assert processes[1 - rank].exitcode == 9
+    return output.read_text()
 
 
 def test_ctrl_c_under_torchrun_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from natgrad.data import DataError
 from natgrad.recipes import RecipeError
 from natgrad.training import ranks
 from natgrad.training.checkpoints import CheckpointError
-from natgrad.training.ranks import DeviceError
+from natgrad.training.ranks import DeviceError, LostError
 from natgrad.training.run import RunError, new_folder, run
 from natgrad.training.trainer import DivergedError
 
@@ -45,10 +45,10 @@ _TOLD = (
     DeviceError,
     DivergedError,
     HistoryError,
+    LostError,
     RunError,
     WorkerError,
 )
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe's name, a TOML file, or the folder of a run.", metavar="RECIPE")
@@ -92,6 +92,8 @@ def train(
         plan = recipes.load(name, changes)
         label = recipes.label(name)
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
+            if (begun := these.begun()) is not None:  # torchrun has restarted the ranks
+                folder, resume = begun, True
             finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
     if not finished.saved:
         raise typer.Exit(1)
@@ -239,11 +241,6 @@ def errors_told() -> Iterator[None]:
         raise typer.Exit(2) from None
     except _TOLD as error:
         _tell(error)
-        raise typer.Exit(1) from None
-    except RuntimeError as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not any(text in str(error) for text in _LOST):
-            raise
-        _tell(RunError("another rank has ended, and this one with it: see what that one says"))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped at once: what was not saved is lost")

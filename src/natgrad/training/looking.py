@@ -10,7 +10,10 @@ from natgrad.training.metrics_file import MetricsFile
 
 
 class Looking:
-    """Looks at a KFAC less and less often: with ``solver="inverse"`` that means to decompose its factors."""
+    """Looks at a KFAC less and less often: with ``solver="inverse"`` that means to decompose its factors.
+
+    Every rank holds a part of what there is to see: all must look. When follows from the steps alone, so they do.
+    """
 
     def __init__(self, kfac: KFAC) -> None:
         self._kfac = kfac

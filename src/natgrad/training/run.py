@@ -73,6 +73,7 @@ def run(
         notes = [*_changes(folder, recipe), *_go_on(trainer, checkpoints)] if resume else []
         if ranks.first:
             _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)
+            ranks.begin(folder)
             stack.callback(everybody.add(TensorBoard, folder / "tensorboard", resume_from=trainer.step or None))
             everybody.add(partial(Recorder, recipe=recipe), folder / METRICS, resume_from=trainer.step or None)
         everybody.started(_beginning(trainer, name=name, folder=folder))
@@ -213,15 +214,14 @@ def _beginning(trainer: Trainer, *, name: str, folder: Path) -> Started:
 def _end(trainer: Trainer, stop: Stop, folder: Path) -> Finished:
     whole = trainer.step >= trainer.total_steps and trainer.evaluated
     saved = trainer.saved_at == trainer.step or trainer.save()
-    path, kept = trainer.ranks.told(f"{trainer.last_checkpoint or ''}\n{saved:d}").split("\n")
     return Finished(
         step=trainer.step,
         reason=stop.reason if stop.reason and not whole else "finished",
         seconds=trainer.seconds,
         folder=folder,
-        checkpoint=Path(path) if path else None,
+        checkpoint=trainer.last_checkpoint,
         best=trainer.best,
-        saved=kept == "1",
+        saved=saved,
         ranks=trainer.ranks.count,
     )
 

@@ -75,6 +75,7 @@ class Trainer:
         if ranks.count > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self.running = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
+            self._settle_packing()
         if training.compile:
             self.running = torch.compile(self.running)  # type: ignore[assignment]
         self.optimizer = build_optimizer(recipe, self.model, ranks=ranks.count, steps_per_epoch=self.steps_per_epoch)
@@ -85,7 +86,7 @@ class Trainer:
             self.kfac = build_kfac(recipe, self.running, steps_per_epoch=self.steps_per_epoch)
             self.kfac.attach(self.optimizer)
             self.kfac.clock = self.clock
-        self._looking = Looking(self.kfac) if self.kfac is not None and ranks.first else None
+        self._looking = None if self.kfac is None else Looking(self.kfac)
         self.adapts = recipe.kfac.enabled and recipe.kfac.damping == "adaptive"
         self.average = None
         if training.polyak is not None:
@@ -108,18 +109,19 @@ class Trainer:
 
     def train(self, stop: Stop) -> None:
         """Runs until the end, or until somebody asks to stop; evaluates and saves on the way."""
-        training = self.recipe.training
         self._began = (self.step, time.perf_counter())
         if self._is_due() and not self.evaluated and not self.evaluate(stop):
             return
         for _ in self.steps():
-            if stop.requested():
+            with self.ranks.waiting_for(f"the others after step {self.step}"):
+                agreed = stop.agreed(save=self._wants_checkpoint())
+            if agreed.stop:
                 break
             if self._is_due():
                 if not self.evaluate(stop):
                     break
-            elif self.ranks.first and self._minutes_since_checkpoint() >= training.checkpoint_every:
-                self.save(alone=self.ranks.count > 1)
+            elif agreed.save:
+                self.save()
         self.clock.switch(None)
         self._finish_reading()
 
@@ -158,6 +160,12 @@ class Trainer:
 
     def one_step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward, backward, optimizer."""
+        with self.ranks.waiting_for(f"the others in step {self.step + 1}"):
+            self._take_step(inputs, targets)
+        self.step += 1
+        self.listener.stepped(self.step)
+
+    def _take_step(self, inputs: Tensor, targets: Tensor) -> None:
         if self._since is None:
             self._since = time.perf_counter()
         seed_step(self.recipe.training.seed, self.step, self.ranks)
@@ -171,8 +179,6 @@ class Trainer:
             self.kfac.objective = lambda: self._loss(self.running, inputs, targets)[1]
         self.optimizer.step()
         self._tally.add(loss, output, targets)
-        self.step += 1
-        self.listener.stepped(self.step)
 
     def _loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         training = self.recipe.training
@@ -267,7 +273,7 @@ class Trainer:
     def evaluate(self, stop: Stop) -> bool:
         """Sees all test cases once and saves; False where somebody asked to stop in the middle of it."""
         self._finish_reading()
-        with self._paused():
+        with self._paused(), self.ranks.waiting_for(f"the others in the evaluation after step {self.step}"):
             began = time.perf_counter()
             sums = self._sums_of_test(stop)
             if sums is None:
@@ -340,48 +346,56 @@ class Trainer:
 
     # Checkpoints
 
-    def _minutes_since_checkpoint(self) -> float:
-        return (time.perf_counter() - self._saved_at) / 60
+    def _wants_checkpoint(self) -> bool:
+        """Whether it is time for one, by the first rank's clock: the others do as it wants."""
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        return self.checkpoints is not None and self.ranks.first and minutes >= self.recipe.training.checkpoint_every
 
-    def save(self, *, best: bool = False, alone: bool = False) -> bool:
-        """Writes a checkpoint, on the first rank. One that cannot be written is warned about: the next may succeed.
+    def save(self, *, best: bool = False) -> bool:
+        """Makes a checkpoint: on all ranks, since each holds a part of K-FAC's state, and the first one writes.
 
-        Weights that are no numbers end the run; `alone`, while the other ranks go on, they are only warned about.
+        One that cannot be written is warned about, for the next may succeed; all ranks get to know. Weights that are no
+        numbers end the run.
         """
         if self.checkpoints is None:
             return True
-        with self._paused():
+        with self._paused(), self.ranks.waiting_for(f"the checkpoint after step {self.step}"):
             self._saved_at = time.perf_counter()
-            try:
-                self._refuse_divergence()
-            except DivergedError as error:
-                if not alone:
-                    raise
-                self.listener.warned(str(error))
-                return False
-            if not self.ranks.first:
-                return True
-            try:
-                path = self.checkpoints.save(self.state_dict(), step=self.step)
-                if best:
-                    self.checkpoints.mark_best(path)
-            except CheckpointError as error:
-                self.listener.warned(str(error))
-                return False
-        self.last_checkpoint, self.saved_at = path, self.step
-        self.listener.saved(path, self.step)
+            self._refuse_divergence()
+            written = self.ranks.told(self._written(self.checkpoints, best=best))
+        if not written:
+            return False
+        self.last_checkpoint, self.saved_at = Path(written), self.step
+        self.listener.saved(self.last_checkpoint, self.step)
         return True
+
+    def _written(self, checkpoints: Checkpoints, *, best: bool) -> str:
+        """Where the first rank has written the state that all ranks have put together; nothing where it could not.
+
+        The others are rid of it when this returns, before they wait for the first one.
+        """
+        state = self.state_dict()
+        if not self.ranks.first:
+            return ""
+        try:
+            path = checkpoints.save(state, step=self.step)
+            if best:
+                checkpoints.mark_best(path)
+        except CheckpointError as error:
+            self.listener.warned(str(error))
+            return ""
+        return str(path)
 
     def _refuse_divergence(self) -> None:
         finite = all_finite([parameter.detach() for parameter in self.model.parameters()])
-        if finite is not None and not bool(finite):
+        if self.ranks.any(finite is not None and not bool(finite)):
             raise DivergedError(
                 f"the weights are not finite after step {self.step}: nothing is saved"
                 f"{self._last('the last good checkpoint')}. Try a smaller optimizer.lr, or a larger kfac.damping"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on needs; loads with ``weights_only=True``."""
+        """Everything that going on needs; loads with ``weights_only=True``. All ranks must ask for it together."""
         return {
             "step": self.step,
             "evaluated_at": self._evaluated_at,
@@ -441,12 +455,10 @@ class Trainer:
         """Shows the network one case in evaluation mode, so that a misfit of model and data is told at once."""
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise RecipeError("the model has no parameters to train")
-        kind = torch.long if self.recipe.data.kind == "text" else torch.float32
-        example = torch.zeros((2, *self.data.shape), dtype=kind, device=self.ranks.device)
         self.model.eval()
         try:
             with torch.no_grad():
-                output = self.model(example)
+                output = self.model(self._example())
         except Exception as error:
             raise RecipeError(
                 f"the model does not take the data's cases of shape {self.data.shape}: {error}"
@@ -460,6 +472,28 @@ class Trainer:
             raise RecipeError(
                 f"the model gives {logits[0].numel()} outputs for the {math.prod(self.data.shape)} pixels of a case"
             )
+
+    def _settle_packing(self) -> None:
+        """Takes DDP through one pass, of which nothing remains.
+
+        After its first it packs the gradients anew, in the order in which they came, and where one lies decides in
+        which order those of three and more ranks are added up. So a run that goes on would round otherwise in its first
+        step than the one that was not interrupted.
+        """
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        self.running.train()
+        with torch.random.fork_rng(devices), autocast(self.recipe.training.precision, self.ranks.device):
+            output = self.running(self._example())
+            (output if isinstance(output, Tensor) else output[0]).sum().backward()
+        self.running.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def _example(self) -> Tensor:
+        """Two cases as the data has them, all zero."""
+        kind = torch.long if self.recipe.data.kind == "text" else torch.float32
+        return torch.zeros((2, *self.data.shape), dtype=kind, device=self.ranks.device)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
