@@ -563,16 +563,8 @@ class KFAC:
         """The blocks with the statistics of all ranks, which must all call it; copies, to look at."""
         if self._together is None:
             return self.blocks
-        gathered = self._gather("gather_blocks()")
-        return self._together.whole_blocks(gathered)
-
-    def _gather(self, what: str, wait: float = WAIT, facts: Any = None) -> Gathered:
-        assert self._together is not None, "there are other ranks"
         self._curvature.settle()
-        self._curvature.follow_registry()
-        return self._together.gather(
-            what, self._preconditioner, self._curvature.refresh_interval, self._step, wait=wait, facts=facts
-        )
+        return self._together.whole_blocks("gather_blocks()", self._step)
 
     @property
     def damping(self) -> float:
@@ -647,14 +639,17 @@ class KFAC:
             numbers["reduction_ratio"] = self._control.ratio
         return numbers if self._together is None else {**numbers, **self._together.counters()}
 
-    def layers(self) -> list[LayerMetrics]:
+    def layers(self, *, alone: bool = False) -> list[LayerMetrics]:
         """Range of eigenvalues, condition number and age of every decomposed block. Waits for the device, and with
-        ``solver="inverse"`` decomposes all factors: for looking now and then. Several ranks must all call it.
+        ``solver="inverse"`` decomposes all factors: for looking now and then.
+
+        Several ranks must all call it; `alone`, one asks nobody, and sees the blocks whose eigenbases it holds.
         """
         damping = self.damping if self.last_damping is None else self.last_damping
-        if self._together is None:
+        if self._together is None or alone:
             return layer_metrics(known_ranges(self._preconditioner), self._preconditioner.solver, damping, self._step)
-        return self._together.layer_metrics(self._preconditioner, self._curvature.refresh_interval, damping, self._step)
+        self._curvature.settle()
+        return self._together.layer_metrics(self._preconditioner, damping, self._step)
 
     def history(self) -> dict[str, list[float | None]]:
         """``step`` (from 0), ``predicted_kl``, ``clip_factor``, ``kl_cap`` and ``damping`` of every step, the last
@@ -680,7 +675,15 @@ class KFAC:
         draws = None if generator is None else generator.get_state()
         gathered = Gathered({}, None, self._preconditioner.sides, [(draws, self._metrics.state())])
         if self._together is not None:
-            gathered = self._gather("state_dict()", wait, (draws, self._metrics.state()))
+            self._curvature.settle()
+            gathered = self._together.gather(
+                "state_dict()",
+                self._preconditioner,
+                self._curvature.refresh_interval,
+                self._step,
+                wait=wait,
+                facts=(draws, self._metrics.state()),
+            )
         counts = [counted for _, counted in gathered.told]
         # Steps are skipped by all ranks together; the rest happens to each apart.
         summed = {name: sum(one[name] for one in counts) for name in counts[0]}

@@ -91,7 +91,7 @@ class Log:
         if flag("resume", resume) and step is None:
             raise ValueError("resume=True needs step=, how many steps the checkpoint had taken: training goes on there")
         self._kfac, self._optimizer, self._every = kfac, optimizer, every
-        self._looking = None if kfac is None else Looking(kfac)
+        self._looking = None if kfac is None else Looking(kfac, alone=True)  # the other ranks' calls do nothing
         self._step = step or 0
         self._stepped_at: int | None = None  # the last step that `train` was called for
         self._seconds = 0.0  # of training, up to the last pause

@@ -16,7 +16,7 @@ from natgrad.blocks.registry import Registry
 from natgrad.distribute.channel import Channel, OutOfStepError
 from natgrad.distribute.packing import by_dtype
 from natgrad.distribute.spread import Spread
-from natgrad.distribute.sums import Collecting
+from natgrad.distribute.sums import Collecting, total_sums
 from natgrad.distribute.union import (
     Outline,
     digest,
@@ -236,13 +236,12 @@ class Together:
     # Everything
 
     def gather(
-        self, what: str, preconditioner: Preconditioner, interval: int, step: int, *, wait: float, facts: Any = None
+        self, what: str, preconditioner: Preconditioner, interval: int, step: int, *, wait: float, facts: Any
     ) -> Gathered:
-        """Brings everything to all ranks, which must all ask for it."""
-        self.channel.roll_call(what, wait)
-        told = self.channel.meet(f"{what} after {step} steps", {"blocks": self._outline()[1], "facts": facts})
-        self._unite([one["blocks"] for one in told], what)
-        answers = [one["facts"] for one in told]
+        """Brings everything to all ranks, which must all ask for it. Sums go to their owners first: a run that goes on
+        then adds up as one does that starts from there.
+        """
+        answers = self._come_together(what, step, wait, facts)
         blocks = list(self._registry)
         if not blocks:
             return Gathered({}, None, {}, answers)
@@ -257,30 +256,39 @@ class Together:
             answers,
         )
 
-    def whole_blocks(self, gathered: Gathered) -> list[KroneckerBlock]:
-        """Blocks with the statistics of all ranks, apart from those that training goes on with."""
-        entries = checkpoint.save_blocks(self._registry, gathered.sums, gathered.whole)
+    def _come_together(self, what: str, step: int, wait: float, facts: Any = None) -> list[Any]:
+        """Between steps: all ranks are here, and have the same blocks. Returns each one's facts."""
+        self.channel.roll_call(what, wait)
+        told = self.channel.meet(f"{what} after {step} steps", {"blocks": self._outline()[1], "facts": facts})
+        self._unite([one["blocks"] for one in told], what)
+        return [one["facts"] for one in told]
+
+    def whole_blocks(self, what: str, step: int) -> list[KroneckerBlock]:
+        """Copies of the blocks with the statistics of all ranks, which must all ask for them."""
+        self._come_together(what, step, WAIT)
+        if not len(self._registry):
+            return []
+        sums, whole = total_sums(self.channel, list(self._registry), place=what)
+        entries = checkpoint.save_blocks(self._registry, sums, whole)
         factors: dict[str, Factor] = {}
         return [checkpoint.load_block(key, entry, self._parameters, factors) for key, entry in entries.items()]
 
     # For people
 
-    def layer_metrics(
-        self, preconditioner: Preconditioner, interval: int, damping: float, step: int
-    ) -> list[LayerMetrics]:
+    def layer_metrics(self, preconditioner: Preconditioner, damping: float, step: int) -> list[LayerMetrics]:
         """Of all blocks, each looked at by one rank; all ranks must ask."""
         what, rank, solver = "layers()", self.channel.rank, preconditioner.solver
         if solver == "eigen":
-            self.channel.roll_call(what, WAIT)
+            self._come_together(what, step, WAIT)
             mine = [m for m in known_ranges(preconditioner) if self.spread.leads(m.block)]
         else:  # inverses do not tell: the factors do
-            blocks = self.whole_blocks(self.gather(what, preconditioner, interval, step, wait=WAIT))
+            blocks = self.whole_blocks(what, step)
             solved = [(preconditioner.solved[b.key], b) for b in blocks if b.key in preconditioner.solved]
             mine = [
                 SolvedBlock(block, member.sides, member.scale, member.solved_at)
                 for member, block in solved[rank :: self.channel.size]
             ]
-        told = self.channel.meet(f"{what} after {step} steps", layer_metrics(mine, solver, damping, step))
+        told = self.channel.meet(f"{what}: what there is to see", layer_metrics(mine, solver, damping, step))
         found = {one.name: one for layers in told for one in layers}
         return [found[block.key] for block in self._registry if block.key in found]
 

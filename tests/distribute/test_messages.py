@@ -249,6 +249,11 @@ def looking(rank: int, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     loop = Loop(rank, ranks, inv_update_steps=1, **options).run(3)
     layers = [(one.name, one.eigenvalue_max, one.condition, one.age) for one in loop.kfac.layers()]
     dense = {block.key: block.to_dense().numpy() for block in loop.kfac.gather_blocks()}
+    rows = [float(factor.weight) for factor in loop.kfac._registry.factors()]
+    loop.kfac.layers()
+    assert rows == [float(factor.weight) for factor in loop.kfac._registry.factors()]  # looking changes nothing
+    alone = [one.name for one in loop.kfac.layers(alone=True)]
+    assert set(alone) <= {name for name, *_ in layers}
     owners = {line.parameter: line.owner for line in loop.kfac.report()}
     return {"layers": layers, "dense": dense, "owners": owners, "plan": str(loop.kfac.plan())}
 

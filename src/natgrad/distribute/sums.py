@@ -128,6 +128,22 @@ def gathered_sums(channel: Channel, assignment: Assignment, factors: Sequence[Fa
     return result
 
 
+def total_sums(channel: Channel, blocks: Sequence[KroneckerBlock], *, place: str) -> tuple[dict[Factor, Tensor], Whole]:
+    """The sums of all ranks on all of them, to look at: nobody's own change."""
+    factors = list(dict.fromkeys(factor for block in blocks for factor in block.factors()))
+    orientations = [orientation for block in blocks for orientation in block.orientations]
+    whole = torch.stack(channel.meet(place, _numbers(factors, orientations))).sum(0)
+    weights, _, counts = whole.split([len(factors), sum(f.stack for f in factors), 2 * len(orientations)])
+    result: dict[Factor, Tensor] = {}
+    for same in by_dtype(factors, lambda factor: factor.sum.dtype):
+        flat = channel.total(torch.cat([packed(factor.sum) for factor in same]), "checkpoints")
+        parts = flat.split([packed_numel(factor.sum) for factor in same])
+        result |= {f: unpacked(part, f.sum.shape) for f, part in zip(same, parts, strict=True)}
+    known = dict(zip(factors, weights.tolist(), strict=True))
+    told = {o: (float(c[0]), float(c[1])) for o, c in zip(orientations, counts.view(-1, 2), strict=True)}
+    return result, Whole({}, {}, known, told, 0)
+
+
 def _others_have(weights: Tensor, owner: int) -> bool:
     """Whether a rank beside the owner has anything of a factor, from all ranks' weights."""
     return bool((weights > 0).sum() > (weights[owner] > 0))

@@ -11,6 +11,8 @@ from natgrad.report import Line
 
 PARTS = ("data", "model", "statistics", "solve", "precondition")
 """What a step's time is split into. ``model``: forward, backward and the optimizer."""
+EXCHANGE = "exchange"
+"""And on several ranks: K-FAC's waiting for others."""
 
 
 @dataclass(frozen=True, kw_only=True)

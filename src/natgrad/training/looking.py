@@ -12,11 +12,13 @@ from natgrad.training.metrics_file import MetricsFile
 class Looking:
     """Looks at a KFAC less and less often: with ``solver="inverse"`` that means to decompose its factors.
 
-    Every rank holds a part of what there is to see: all must look. When follows from the steps alone, so they do.
+    Every rank holds a part of what there is to see: all must look. When follows from the steps alone, so they do. One
+    that looks `alone` sees its own part.
     """
 
-    def __init__(self, kfac: KFAC) -> None:
+    def __init__(self, kfac: KFAC, *, alone: bool = False) -> None:
         self._kfac = kfac
+        self._alone = alone
         self._last = 0
 
     def look(self, step: int, *, last: bool = False) -> Looked | None:
@@ -25,7 +27,7 @@ class Looking:
             return None
         coverage = None if self._last else tuple(self._kfac.report())
         self._last = step
-        return Looked(step=step, layers=self._kfac.layers(), coverage=coverage)
+        return Looked(step=step, layers=self._kfac.layers(alone=self._alone), coverage=coverage)
 
 
 def write_looked(file: MetricsFile, event: Looked) -> None:

@@ -24,7 +24,7 @@ from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, le
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
-from natgrad.training.events import PARTS, Evaluated, Listener, Progress
+from natgrad.training.events import EXCHANGE, PARTS, Evaluated, Listener, Progress
 from natgrad.training.looking import Looking
 from natgrad.training.ranks import Ranks
 from natgrad.training.stop import Stop
@@ -220,7 +220,8 @@ class Trainer:
         loss, correct, _, predictions, weight, *clip = reading.values()
         seconds, times = self.clock.take()
         steps = max(1, times.get("model", 0))
-        parts = {part: seconds.get(part, 0.0) / steps for part in PARTS if self.kfac is not None or part in PARTS[:2]}
+        shown = PARTS[:2] if self.kfac is None else PARTS if self.ranks.count == 1 else (*PARTS, EXCHANGE)
+        parts = {part: seconds.get(part, 0.0) / steps for part in shown}
         each = sum(parts.values())
         began_at, began = self._began
         pace = (time.perf_counter() - began) / max(1, step - began_at)
