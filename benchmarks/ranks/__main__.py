@@ -1,8 +1,9 @@
-"""K-FAC's work on several ranks: three measurements, each as tables in markdown and, with ``--out``, JSON. No GPU.
+"""K-FAC's work on several ranks: four measurements, each as tables in markdown and, with ``--out``, JSON. No GPU.
 
 python -m benchmarks.ranks balance    # slowest and mean worker of a refresh, as the second paper's tables V and VI
 python -m benchmarks.ranks traffic    # bytes and calls by strategy, beside the published scheme's
 python -m benchmarks.ranks times      # where the time of a step goes, on ranks of this machine
+python -m benchmarks.ranks overlap    # what of the messages is hidden behind other work
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import natgrad
 from benchmarks.ranks.balance import run_balance
 from benchmarks.ranks.common import Outcome
+from benchmarks.ranks.overlap import run_overlap
 from benchmarks.ranks.times import run_times
 from benchmarks.ranks.traffic import run_traffic
 
@@ -29,6 +31,7 @@ MEASUREMENTS: dict[str, Callable[[], Outcome]] = {
     "balance": run_balance,
     "traffic": run_traffic,
     "times": run_times,
+    "overlap": run_overlap,
 }
 
 
