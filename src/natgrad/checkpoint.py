@@ -26,6 +26,7 @@ _KEYS = (
     "refreshed_at",
     "solved_damping",
     "stale",
+    "shares",
     "metrics",
     "generator",
     "schedules",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +13,25 @@ from torch import Tensor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.capture.watch import Watch
-from natgrad.distribute.sums import Collecting
+from natgrad.distribute.sums import Collecting, View
 from natgrad.errors import Warner
 from natgrad.metrics import Metrics
 from natgrad.options import Now
 from natgrad.parameters import any_nonzero
+from natgrad.passes import Pass
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.settings import Settings
 from natgrad.together import Agreed, Together
 from natgrad.window import Window
+
+
+@dataclass
+class _Early:
+    """What was agreed on and sent at the end of a backward pass, for a step whose statistics are these passes."""
+
+    contents: tuple[Pass, ...]
+    agreed: Agreed
+    collecting: Collecting | None
 
 
 class Curvature:
@@ -58,7 +69,8 @@ class Curvature:
         self._metrics = metrics
         self._warner = warner
         self._follows_damping = follows_damping
-        self._collecting: Collecting | None = None  # sums that are on their way since the backward pass
+        self._early: _Early | None = None
+        self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
         if together is not None:
             window.on_backward = weakly(self._backward_is_over)
 
@@ -80,9 +92,9 @@ class Curvature:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window = self._window
         terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
+        early = self._drop_early()
         if self._together is not None:
-            self.settle()
-            agreed = self._together.agree_on_statistics(self.step, window)
+            agreed = self._together.agree_on_statistics(self.step, window) if early is None else early.agreed
             terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
             elsewhere = agreed.elsewhere
         if terms == 0:
@@ -102,18 +114,18 @@ class Curvature:
                 "the loss looks at?"
             )
         refused = window.commit(self.step, now.decay, usable, elsewhere)
-        self._taken(refused, complete=complete, usable=usable)
-        return True
-
-    def _taken(self, refused: Tensor, *, complete: bool, usable: Tensor | None) -> None:
         if self._together is not None:
             self._together.spread.next_turn()
+        if early is not None and early.collecting is not None:
+            early.collecting.adopt()
+            self._collecting = early.collecting
         # What a scaler skips is in the order of things, and not counted.
         self._metrics.rejected_statistics += refused if usable is None else refused * usable
         self._refused = refused
         self._watch.disarm()
         self.factors_at = self.step if complete else None
         self._stale = True
+        return True
 
     def _go_without(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
         """Nothing came in, on any rank: whether the step counts nevertheless."""
@@ -132,8 +144,9 @@ class Curvature:
 
     @torch.no_grad()
     def _backward_is_over(self) -> None:
-        """Sends sums on their way at the end of a backward pass, while DDP's last gradients still are: where
-        decompositions are due in this step, nothing more is to come before it, and nothing can still refuse it.
+        """Sends sums on their way at the end of a backward pass, while DDP's last gradients still are, where
+        decompositions are due in this step and nothing more is expected before it. They are sent as they will be after
+        the step's statistics are taken: should it not come, or more come before it, nothing has happened.
         """
         together, window = self._together, self._window
         if together is None or not self._watch.armed or not together.expects_no_more or not window.is_all:
@@ -141,27 +154,39 @@ class Curvature:
         now = self._settings.at(self.step)
         if not self._is_due(now):
             return
-        self.settle()
-        with window.clock.part("statistics"):
-            agreed: Agreed = together.agree_on_statistics(self.step, window)
-            if window.without_statistics(agreed.elsewhere):
-                together.keep(agreed)  # whether that is an error the gradients will tell
-                return
-            refused = window.commit(self.step, now.decay, None, agreed.elsewhere)
-            self._taken(refused, complete=agreed.complete, usable=None)
+        self._drop_early()
+        agreed = together.agree_on_statistics(self.step, window)
+        self._early = _Early(window.contents, agreed, None)
+        if not agreed.complete or window.without_statistics(agreed.elsewhere):
+            return  # what that means the gradients will tell
+        coming, counts = window.preview(self.step, now.decay, agreed.elsewhere)
+        refused = sum(int(~flag) for flag in coming.finite.values())
         self.follow_registry()
-        self._collecting = together.collect(
-            list(self._registry), self.preconditioner, now.refresh_interval, self.step, int(self._refused)
+        self._early.collecting = together.collect(
+            list(self._registry),
+            self.preconditioner,
+            now.refresh_interval,
+            self.step,
+            refused,
+            View(coming.sum, coming.weight, lambda orientation: counts[orientation]),
         )
 
-    def settle(self) -> None:
-        """Lets sums arrive that are on their way since the backward pass, where something else comes before the step
-        that they were sent for.
-        """
-        if self._collecting is not None:
-            self._collecting.finish()
-            self._collecting.settle()
-            self._collecting = None
+    def _drop_early(self) -> _Early | None:
+        """Gives up what the end of a backward pass has sent, unless it still holds: then returns it."""
+        early, self._early = self._early, None
+        if early is None or early.contents == self._window.contents:
+            return early
+        self.settle(early)
+        if self._together is not None:
+            self._together.disappoint()
+        return None
+
+    def settle(self, early: _Early | None = None) -> None:
+        """Throws away sums that are on their way since the backward pass: something else comes before the step."""
+        early = self._early if early is None else early
+        if early is not None and early.collecting is not None:
+            early.collecting.settle()
+            early.collecting = None
 
     # Decompositions
 
@@ -219,11 +244,12 @@ class Curvature:
         if self._together is None:
             return None
         collecting, self._collecting = self._collecting, None
-        if collecting is not None:
-            self._window.close()  # what came after it, of graphs that were open still
-        return collecting or self._together.collect(
-            blocks, self.preconditioner, self.refresh_interval, self.step, int(self._refused)
-        )
+        if collecting is None:
+            collecting = self._together.collect(
+                blocks, self.preconditioner, self.refresh_interval, self.step, int(self._refused)
+            )
+            collecting.adopt()
+        return collecting
 
     def warn_of_nan(self) -> None:
         """Tells, once, of what was refused."""
@@ -249,11 +275,13 @@ class Curvature:
             "refreshed_at": self._refreshed_at,
             "solved_damping": self.solved_damping,
             "stale": self._stale,
+            "shares": None if self._together is None else self._together.shares(),
         }
 
     def load(self, state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
         """Goes on from a checkpoint, with its blocks and their solutions."""
         self.settle()
+        self._early = self._collecting = None
         self._registry.replace(blocks)
         self._solved_version = self._registry.version
         self.preconditioner = preconditioner
@@ -261,7 +289,7 @@ class Curvature:
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
         self.solved_damping = state["solved_damping"]
         if blocks and self._together is not None:
-            self._together.keep_share(preconditioner, self.refresh_interval)
+            self._together.keep_share(preconditioner, self.refresh_interval, state["shares"])
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -52,7 +52,7 @@ from natgrad.update import Update, names
 from natgrad.window import FISHERS, Window, checked_accumulation
 
 # Arguments that need not be the same on all ranks.
-_OF_A_RANK = ("self", "model", "optimizer", "grad_scaler", "generator")
+_OF_A_RANK = ("self", "model", "optimizer", "grad_scaler", "generator", "loss_terms")
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
 
@@ -681,6 +681,7 @@ class KFAC:
                 self._preconditioner,
                 self._curvature.refresh_interval,
                 self._step,
+                decompositions=decompositions,
                 wait=wait,
                 facts=(draws, self._metrics.state()),
             )

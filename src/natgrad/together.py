@@ -16,7 +16,7 @@ from natgrad.blocks.registry import Registry
 from natgrad.distribute.channel import Channel, OutOfStepError
 from natgrad.distribute.packing import by_dtype
 from natgrad.distribute.spread import Spread
-from natgrad.distribute.sums import Collecting, total_sums
+from natgrad.distribute.sums import PRESENT, Collecting, View, total_sums
 from natgrad.distribute.union import (
     Outline,
     digest,
@@ -83,8 +83,8 @@ class Together:
     ) -> None:
         self.spread = spread
         self._wrapper = wrapper
+        self._disappointed = False
         self._one_backward = False  # fed the last step that took statistics, on all ranks
-        self._kept: Agreed | None = None
         self._registry = registry
         self._parameters = parameters
         self._drawn: tuple[int, Outline, str] | None = None  # of this version of the registry
@@ -106,9 +106,6 @@ class Together:
         """Finishes the window and compares notes: which blocks there are, which had statistics anywhere. A rank that
         cannot go on says so, and none does.
         """
-        if (kept := self._kept) is not None:
-            self._kept = None
-            return kept
         place = f"the statistics of step {step}"
         problem: Exception | None = None
         complete = False
@@ -152,10 +149,6 @@ class Together:
             elsewhere,
         )
 
-    def keep(self, agreed: Agreed) -> None:
-        """What was agreed on early counts when it is asked for."""
-        self._kept = agreed
-
     @property
     def expects_no_more(self) -> bool:
         """Whether the backward pass that is ending should be the last before the step: it is the one that DDP averages
@@ -163,7 +156,12 @@ class Together:
         """
         wrapper = self._wrapper
         # Ranks that may leave early meet at the beginning of every step first.
-        return self._one_backward and wrapper.require_backward_grad_sync and not wrapper._join_config.enable
+        once = self._one_backward and not self._disappointed
+        return once and wrapper.require_backward_grad_sync and not wrapper._join_config.enable
+
+    def disappoint(self) -> None:
+        """What was expected did not come: from now on nothing is."""
+        self._disappointed = True
 
     def _unite(self, digests: Sequence[str], place: str) -> list[Outline]:
         """The outlines of all ranks; where they differ, this one's blocks become those of all."""
@@ -206,19 +204,28 @@ class Together:
 
     def assign(self, preconditioner: Preconditioner, interval: int) -> None:
         """Places the work of all blocks."""
-        self.spread.assign(self._registry, preconditioner.keys, preconditioner.solver, interval)
+        self.spread.assign(
+            self._registry, preconditioner.keys, preconditioner.solver, interval, solved=preconditioner.solved
+        )
 
     def collect(
-        self, blocks: Sequence[KroneckerBlock], preconditioner: Preconditioner, interval: int, step: int, refused: int
+        self,
+        blocks: Sequence[KroneckerBlock],
+        preconditioner: Preconditioner,
+        interval: int,
+        step: int,
+        refused: int,
+        view: View = PRESENT,
     ) -> Collecting:
         """Sends the sums of all ranks to those who decompose them."""
         self.assign(preconditioner, interval)
-        return self.spread.collect(blocks, f"the refresh of step {step}", refused)
+        return self.spread.collect(blocks, f"the refresh of step {step}", refused, view=view)
 
-    def keep_share(self, preconditioner: Preconditioner, interval: int) -> None:
+    def keep_share(self, preconditioner: Preconditioner, interval: int, shares: Mapping[str, Any] | None) -> None:
         """After loading: of sums and decompositions, which all ranks have whole, this one keeps its own."""
         self.spread.forget()
         self.assign(preconditioner, interval)
+        self.spread.load_shares(shares, factor_names(self._registry))
         self.spread.keep_share(self._registry)
         preconditioner.release()
 
@@ -233,10 +240,22 @@ class Together:
                     f"blocks, rank {rank} one of step {other[0]} with {len(other[1])}"
                 )
 
+    def shares(self) -> dict[str, Any] | None:
+        """For a checkpoint: who takes the statistics of what."""
+        return self.spread.shares(factor_names(self._registry))
+
     # Everything
 
     def gather(
-        self, what: str, preconditioner: Preconditioner, interval: int, step: int, *, wait: float, facts: Any
+        self,
+        what: str,
+        preconditioner: Preconditioner,
+        interval: int,
+        step: int,
+        *,
+        decompositions: bool,
+        wait: float,
+        facts: Any,
     ) -> Gathered:
         """Brings everything to all ranks, which must all ask for it. Sums go to their owners first: a run that goes on
         then adds up as one does that starts from there.
@@ -247,18 +266,17 @@ class Together:
             return Gathered({}, None, {}, answers)
         self.assign(preconditioner, interval)
         collecting = self.spread.collect(blocks, what, 0, rounded=False)
+        collecting.adopt()
         whole = collecting.finish()
         collecting.settle()
-        return Gathered(
-            self.spread.gathered_sums(self._registry.factors()),
-            whole,
-            self.spread.gathered_sides(preconditioner.shapes(), preconditioner.sides, preconditioner.solver),
-            answers,
-        )
+        sides: Mapping[Hashable, Side] = {}
+        if decompositions:
+            sides = self.spread.gathered_sides(preconditioner.shapes(), preconditioner.sides, preconditioner.solver)
+        return Gathered(self.spread.gathered_sums(self._registry.factors()), whole, sides, answers)
 
     def _come_together(self, what: str, step: int, wait: float, facts: Any = None) -> list[Any]:
         """Between steps: all ranks are here, and have the same blocks. Returns each one's facts."""
-        self.channel.roll_call(what, wait)
+        self.channel.roll_call(what, step, wait)
         told = self.channel.meet(f"{what} after {step} steps", {"blocks": self._outline()[1], "facts": facts})
         self._unite([one["blocks"] for one in told], what)
         return [one["facts"] for one in told]

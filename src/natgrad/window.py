@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from natgrad.blocks.factor import Factor, commit, scale_moments
+from natgrad.blocks.factor import Factor, Preview, commit, preview, scale_moments
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation, commit_counts
 from natgrad.blocks.registry import Registry, Tap
 from natgrad.capture import outputs
@@ -364,10 +364,27 @@ class Window:
             scale_moments([orientation.row for orientation in self._used()], self._loss_factor(step))
         used = [*self._used(), *(() if elsewhere is None else elsewhere.orientations)]
         commit_counts(used, decay, self.terms)
-        resting = None if elsewhere is None else elsewhere.factors
+        resting = () if elsewhere is None else elsewhere.factors
         finite = commit(self.registry.factors(), decay, usable, resting)
         self.close()
         return (~finite).sum()
+
+    def preview(self, step: int, decay: float, elsewhere: Elsewhere) -> tuple[Preview, dict[Orientation, Tensor]]:
+        """What `commit` would make of factors, and of the orientations' rows and terms, without doing it."""
+        loss = self._loss_factor(step) if self.fisher == "empirical" else 1.0
+        assert not isinstance(loss, Tensor), "no scaler is at work"
+        scales = {orientation.row: loss**2 for orientation in self._used()}
+        counts = {o: o.counts for block in self.registry for o in block.orientations}
+        for orientation in (*self._used(), *elsewhere.orientations):
+            rows = torch.as_tensor(orientation.pending_rows, dtype=torch.float64, device=orientation.counts.device)
+            added = torch.stack([rows, rows.new_full((), self.terms)])
+            counts[orientation] = orientation.counts * decay + added
+        return preview(self.registry.factors(), decay, scales, elsewhere.factors), counts
+
+    @property
+    def contents(self) -> tuple[Pass, ...]:
+        """The passes that have counted, to tell whether others have come since."""
+        return tuple(self._counted)
 
     def _used(self) -> list[Orientation]:
         return [o for block in self.registry for o in block.orientations if o.has_pending]

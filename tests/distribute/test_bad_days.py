@@ -173,8 +173,9 @@ def test_a_nan_batch_of_one_rank_costs_its_statistics_and_the_step(tmp_path):
     assert all(torch.isfinite(torch.tensor(one)).all() for one in first.values())
     assert counts["skipped_steps"] == others["skipped_steps"] == 1
     assert (counts["rejected_statistics"], others["rejected_statistics"]) == (0, 4)
-    # Rows of four steps with decay ½, of which the third has those of one rank alone.
-    assert rows == [pytest.approx(8 / 8 + 8 / 4 + 4 / 2 + 8)] * 4
+    # Rows of four steps with decay ½, of which the third has those of one rank alone. What the other one had from
+    # before then did not fade there.
+    assert set(rows) == {8 / 8 + 8 / 4 + 4 / 2 + 8, 8 / 4 + 8 / 2 + 4 / 2 + 8}
 
 
 def empty_on_one(rank: int, ranks: int, strategy: str) -> dict[str, Any]:

@@ -166,9 +166,7 @@ def test_shared_statistics_of_equal_batches_are_those_of_one(tmp_path, options):
     for mine, taken in answers:
         close(mine, weights)
         assert taken[0] == 13
-        # In every second step they are on their way already.
-        assert taken[2::2] == [0, 0]
-        assert all(0 < count < 13 for count in taken[1::2])
+        assert all(0 < count < 13 for count in taken[1:])
     apart = run_on_ranks(partial(shared_statistics, options=options, alike=False), tmp_path / "apart", 3)
     same(apart[0][0], apart[1][0])
 

@@ -8,7 +8,8 @@ ranks or micro-batches are exact, and nothing starts from a made-up identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,40 +87,72 @@ def commit(
     factors: Iterable[Factor],
     decay: float,
     usable: Tensor | None = None,
-    resting: Collection[Factor] | None = None,
+    resting: Collection[Factor] = (),
 ) -> Tensor:
     """Moves the running averages by what came in, each unless that is not finite, and none unless `usable`.
 
     On several ranks `resting` are the factors that only others have statistics of: here the past fades, as it does
-    there. What is not finite then counts as no statistics of this rank.
+    there.
 
     Returns which were finite, on the device. All factors together, so that this is a few launches and one a factor.
     """
     if resting:
         _fade(resting, decay, usable)
-    moved = [factor for factor in factors if factor.pending is not None]
+    every = list(factors)
+    moved = [factor for factor in every if factor.pending is not None]
     moments = [factor.pending for factor in moved if factor.pending is not None]
     if not moved:
-        return torch.ones(0, dtype=torch.bool)
+        return torch.ones(0, dtype=torch.bool, device=every[0].sum.device if every else None)
     finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
     if usable is not None:
         finite = finite & usable.to(finite.device)
     # Into the moments, which nobody needs any more: no third copy of all factors.
     torch._foreach_add_(moments, [factor.sum for factor in moved], alpha=decay)
-    past = torch.ones((), dtype=torch.float64, device=finite.device)  # what is left of it where nothing comes in
-    if resting is not None:
-        past = past * decay if usable is None else torch.where(usable, decay, past)
     for factor, flag, total in zip(moved, finite.unbind(), moments, strict=True):
-        before = factor.sum if resting is None else factor.sum * past.to(total.dtype)
-        torch.where(flag, total, before, out=factor.sum)
+        torch.where(flag, total, factor.sum, out=factor.sum)
     weights = [factor.weight for factor in moved]
     raised = list(torch._foreach_mul(weights, decay))
     add_counts(raised, [factor.pending_rows for factor in moved])
-    kept = torch.where(finite, torch.stack(raised), torch.stack(weights) * past)
+    kept = torch.where(finite, torch.stack(raised), torch.stack(weights))
     torch._foreach_copy_(weights, list(kept.unbind()))
     for factor in moved:
         factor.discard()
     return finite
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What factors will be after a `commit` that has not happened: sums, made one at a time, and weights."""
+
+    decay: float
+    scales: Mapping[Factor, float]  # what moments will be multiplied with
+    finite: Mapping[Factor, Tensor]
+    resting: Collection[Factor]
+
+    def sum(self, factor: Factor) -> Tensor:
+        """S after the commit."""
+        if factor.pending is None:
+            return factor.sum * self.decay if factor in self.resting else factor.sum
+        total = (factor.pending * self.scales.get(factor, 1.0)).add_(factor.sum, alpha=self.decay)
+        return torch.where(self.finite[factor], total, factor.sum)
+
+    def weight(self, factor: Factor) -> Tensor:
+        """w after the commit."""
+        if factor.pending is None:
+            return factor.weight * self.decay if factor in self.resting else factor.weight
+        raised = factor.weight * self.decay + factor.pending_rows
+        return torch.where(self.finite[factor], raised, factor.weight)
+
+
+def preview(
+    factors: Iterable[Factor], decay: float, scales: Mapping[Factor, float], resting: Collection[Factor]
+) -> Preview:
+    """Looks at what `commit` on several ranks would do, for a step that is sure to be usable."""
+    moved = {factor: factor.pending for factor in factors if factor.pending is not None}
+    if not moved:
+        return Preview(decay, scales, {}, resting)
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(list(moved.values()), ord=math.inf)))
+    return Preview(decay, scales, dict(zip(moved, finite.unbind(), strict=True)), resting)
 
 
 def _fade(factors: Collection[Factor], decay: float, usable: Tensor | None) -> None:

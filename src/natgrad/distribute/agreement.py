@@ -36,6 +36,8 @@ def described(value: Any) -> str:
     """An option's value in words that are the same in all processes that were given the same."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return described(sorted(value, key=repr))
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(described, value)) + "]"
     text = repr(value)

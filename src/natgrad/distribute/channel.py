@@ -63,7 +63,7 @@ class Channel:
             self._hosts = self._new_group(range(self.size), "gloo")
             self._groups[tuple(range(self.size))] = self._new_group(range(self.size), backend)
         self._store = c10d.PrefixStore(f"natgrad/{self._hosts.group_name}", c10d._get_default_store())
-        self._rolls: dict[str, int] = {}
+        self._rolls: dict[tuple[str, int], int] = {}
 
     # Hosts
 
@@ -81,12 +81,13 @@ class Channel:
             raise OutOfStepError(f"the ranks are out of step: {where}. Every rank must make the same calls of K-FAC")
         return [told for _, told in everybody]
 
-    def roll_call(self, what: str, seconds: float) -> None:
+    def roll_call(self, what: str, when: int, seconds: float) -> None:
         """Waits until all ranks have come to `what`, and refuses, on all of them, when one does not come in time.
-        Nothing is broken by that, as it would be by a collective that is given up: training can go on.
+        Nothing is broken by that, as it would be by a collective that is given up: training can go on. Ranks that come
+        at the same time (`when`, a step) and for the same time then belong together.
         """
-        number = self._rolls[what] = self._rolls.get(what, 0) + 1
-        key = f"{what}/{number}"
+        number = self._rolls[what, when] = self._rolls.get((what, when), 0) + 1
+        key = f"{what}/{when}/{number}"
         store, state = self._store, f"{key}/state"
         store.set(f"{key}/{self.rank}", "here")
         if store.add(f"{key}/count", 1) == self.size:
@@ -99,7 +100,8 @@ class Channel:
             verdict = store.compare_set(state, "", "refused")
         if verdict != b"all":
             missing = [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]
-            who = f"rank {', '.join(map(str, missing))} did not come within {seconds:g} s" if missing else "too late"
+            who = f"rank {', '.join(map(str, missing))} did not come within {seconds:g} s"
+            who = who if missing else "another one had given up by then"
             raise OutOfStepError(
                 f"{what} needs all {self.size} ranks: {who}. Nothing was changed; call it on every rank, in the same "
                 "step"
@@ -141,6 +143,8 @@ class Channel:
         new = [tuple(one) for one in groups if len(one) > 1 and tuple(one) not in self._made]
         self._made |= set(new)
         with self._explained("making process groups"):
+            if new:
+                self._align(self._hosts)
             while new:
                 taken: set[int] = set()
                 later = []

@@ -69,7 +69,7 @@ def _read(flat: Tensor, keys: Sequence[Hashable], like: Shapes, sides: Sides, so
     parts = iter(flat.split([one for each in lengths for one in each]) if keys else ())
     for key, each in zip(keys, lengths, strict=True):
         new = side_of([next(parts) for _ in each], like[key].shape, solver)
-        if key in sides:
+        if key in sides and sides[key].is_like(new):
             sides[key].update(new, [False] * like[key].shape[0])
         else:
             sides[key] = Side(*(None if part is None else part.clone() for part in (new.matrix, new.values)))

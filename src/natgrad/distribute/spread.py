@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class Spread:
         self._costs: Costs | None = strategy.costs if isinstance(strategy.costs, Costs) else None
         self._team_size = strategy.team_size(channel.size)
         self._assignment: Assignment | None = None
-        self._shares: dict[Factor, int] = {}
+        self._shares: dict[Factor, int] = {}  # whose turn a factor's statistics are, before turns go round
+        self._rows: dict[Factor, float] = {}
         self._turn = 0
 
     @property
@@ -53,25 +55,29 @@ class Spread:
 
     # Who does what
 
-    def assign(self, blocks: Iterable[KroneckerBlock], keys: Keys, solver: str, interval: int) -> None:
-        """Places the blocks' work; the same on all ranks. What has a team stays in it: its decompositions are there."""
+    def assign(
+        self, blocks: Iterable[KroneckerBlock], keys: Keys, solver: str, interval: int, solved: Collection[str]
+    ) -> None:
+        """Places the blocks' work; the same on all ranks. What is `solved` stays in its team: the solution is there."""
         present = {block.key: block for block in blocks}
         before = self._assignment
         if before is not None and before.fits(present, keys):
             return
         work, contents = work_of(present.values(), keys, solver, self.strategy)
-        fixed = {} if before is None else {k: t for k, t in before.placement.team_of.items() if k in present}
+        fixed = {}
+        if before is not None:
+            fixed = {k: t for k, t in before.placement.team_of.items() if k in present and k in solved}
         placement = placed(work, self.strategy, self._team_size, self.channel.size, self.costs(), interval, fixed)
         self._team_size = placement.team_size
         self.channel.prepare(groups(placement))
         self._assignment = Assignment(work, contents, placement, present)
-        self._shares = {}
+        self._shares = {factor: slot for factor, slot in self._shares.items() if factor in self.assignment.owner_of}
 
     def forget(self) -> None:
         """Other blocks have come in the place of all."""
         self._team_size = self.strategy.team_size(self.channel.size)
         self._assignment = None
-        self._shares = {}
+        self._shares, self._rows = {}, {}
 
     def keep_share(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Of factors that all ranks have whole, after loading, leaves each to its owner alone."""
@@ -122,35 +128,57 @@ class Spread:
     # Statistics
 
     def takes(self, factor: Factor) -> bool:
-        """Whether this rank takes a factor's statistics now."""
-        if not self._shares:
-            return True
-        return (self._shares.get(factor, 0) + self._turn) % self.channel.size == self.rank
+        """Whether this rank takes a factor's statistics now; those of a new one all do."""
+        slot = self._shares.get(factor)
+        return slot is None or (slot + self._turn) % self.channel.size == self.rank
 
     def next_turn(self) -> None:
         """After every step that took statistics: each factor sees every rank's cases in turn."""
         self._turn += 1
 
-    def _share_out(self, weights: Mapping[Factor, float]) -> None:
+    def _share_out(self) -> None:
         """The factors' rows times their size squared, most work first, to whom has the least."""
         loads = [0.0] * self.channel.size
-        work = {f: w * f.stack * f.sum.shape[1] ** (1 if f.diagonal else 2) for f, w in weights.items()}
+        work = {f: w * f.stack * f.sum.shape[1] ** (1 if f.diagonal else 2) for f, w in self._rows.items()}
         for factor in sorted(work, key=lambda one: -work[one]):
             self._shares[factor] = loads.index(min(loads))
             loads[self._shares[factor]] += work[factor]
 
+    def shares(self, names: Mapping[str, Factor]) -> dict[str, Any] | None:
+        """For a checkpoint: who takes the statistics of what; None where all take all."""
+        slots = {name: self._shares[factor] for name, factor in names.items() if factor in self._shares}
+        return {"ranks": self.channel.size, "turn": self._turn, "slots": slots} if slots else None
+
+    def load_shares(self, state: Mapping[str, Any] | None, names: Mapping[str, Factor]) -> None:
+        """Goes on with a checkpoint's shares, where they are of as many ranks."""
+        if state is not None and self.strategy.share_statistics and state["ranks"] == self.channel.size:
+            self._turn = state["turn"]
+            self._shares = {names[name]: slot for name, slot in state["slots"].items() if name in names}
+            self._rows = dict.fromkeys(self._shares, 0.0)
+
     # Sums, solutions, directions
 
     def collect(
-        self, blocks: Sequence[KroneckerBlock], place: str, refused: int, *, rounded: bool = True
+        self,
+        blocks: Sequence[KroneckerBlock],
+        place: str,
+        refused: int,
+        *,
+        rounded: bool = True,
+        view: sums.View = sums.PRESENT,
     ) -> Collecting:
-        """Starts to hand the sums of the blocks' factors over to who decomposes them; not `rounded`, whatever the
-        strategy says of that.
+        """Starts to send the sums of the blocks' factors, as `view` sees them, to who decomposes them; not `rounded`,
+        whatever the strategy says of that.
         """
         wire = self.strategy.wire_of_sums(self.assignment.work.solver) if rounded else None
-        collecting = sums.collect(self.channel, self.assignment, blocks, place=place, refused=refused, wire=wire)
-        if self.strategy.share_statistics and not self._shares:
-            self._share_out({factor: weight for factor, (_, weight) in collecting.known.items()})
+        collecting = sums.collect(
+            self.channel, self.assignment, blocks, place=place, refused=refused, wire=wire, view=view
+        )
+        if self.strategy.share_statistics:
+            self._rows = {f: rows for f, rows in self._rows.items() if f in self.assignment.owner_of}
+            self._rows |= {factor: weight for factor, (_, weight) in collecting.known.items()}
+            if self._rows.keys() != self._shares.keys():
+                self._share_out()
         return collecting
 
     def holds(self, block: KroneckerBlock) -> bool:

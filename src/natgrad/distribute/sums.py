@@ -7,7 +7,7 @@ that nothing is lost or counted twice, whoever decomposes next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from natgrad.distribute.packing import by_dtype, packed, packed_numel, unpacked
 @dataclass
 class Collecting:
     """Sums on their way: of every factor its owner and weight, and its trace; of orientations rows and terms.
-    `to_others` are messages that nobody here reads.
+    `to_others` are messages that nobody here reads, `sent` the factors that are in messages.
     """
 
     rank: int
@@ -31,8 +31,19 @@ class Collecting:
     traces: Mapping[Factor, Tensor]
     counts: Mapping[Orientation, tuple[float, float]]
     refused: int
+    sent: list[Factor]
     to_me: list[tuple[Message, list[Factor]]]
     to_others: list[Message]
+
+    def adopt(self) -> None:
+        """What was sent is no longer here, and what owners will receive is theirs."""
+        given = [factor.sum for factor in self.sent if self.known[factor][0] != self.rank]
+        if given:
+            torch._foreach_zero_(given)
+        for factor, (owner, weight) in self.known.items():
+            factor.weight.fill_(weight if owner == self.rank else 0.0)
+        for orientation, count in self.counts.items():
+            orientation.counts.copy_(orientation.counts.new_tensor(count if self.rank == 0 else (0.0, 0.0)))
 
     def finish(self) -> Whole:
         """Waits for this rank's, adds them to its own, and returns what all ranks have together: means where this rank
@@ -54,10 +65,22 @@ class Collecting:
         return Whole(means, traces, {f: weight for f, (_, weight) in self.known.items()}, self.counts, self.refused)
 
     def settle(self) -> None:
-        """Waits for what others read: their buffers may go then."""
-        for message in self.to_others:
+        """Waits for what others read, or nobody does any more: buffers may go then."""
+        for message in [*self.to_others, *(message for message, _ in self.to_me)]:
             message.wait()
-        self.to_others = []
+        self.to_others, self.to_me = [], []
+
+
+@dataclass(frozen=True)
+class View:
+    """Factors and counts as they are, or as they will be."""
+
+    sum: Callable[[Factor], Tensor]
+    weight: Callable[[Factor], Tensor]
+    counts: Callable[[Orientation], Tensor]
+
+
+PRESENT = View(lambda factor: factor.sum, lambda factor: factor.weight, lambda orientation: orientation.counts)
 
 
 def collect(
@@ -68,13 +91,14 @@ def collect(
     place: str,
     refused: int,
     wire: torch.dtype | None,
+    view: View = PRESENT,
 ) -> Collecting:
-    """Starts to hand the sums of the blocks' factors over to their owners. The hosts first tell each other weights,
-    traces and counts: what nobody else has is not sent.
+    """Starts to send the sums of the blocks' factors to their owners; nothing changes before `adopt`. The hosts first
+    tell each other weights, traces and counts: what nobody else has is not sent.
     """
     factors = list(dict.fromkeys(factor for block in blocks for factor in block.factors()))
     orientations = [orientation for block in blocks for orientation in block.orientations]
-    told = channel.meet(place, {"numbers": _numbers(factors, orientations), "refused": refused})
+    told = channel.meet(place, {"numbers": _numbers(factors, orientations, view), "refused": refused})
     each = torch.stack([one["numbers"] for one in told])
     spans = [factor.stack for factor in factors]
     weights, traces, counts = each.sum(0).split([len(factors), sum(spans), 2 * len(orientations)])
@@ -91,19 +115,15 @@ def collect(
                 flat = torch.zeros(count, dtype=dtype, device=same[0].sum.device)
                 to_me.append((channel.reduce(flat, owner, "factors"), same))
             else:
-                flat = torch.cat([packed(factor.sum) for factor in same]).to(dtype)
+                flat = torch.cat([packed(view.sum(factor)) for factor in same]).to(dtype)
                 to_others.append(channel.reduce(flat, owner, "factors"))
-                torch._foreach_zero_([factor.sum for factor in same])
-    for factor, (owner, weight) in known.items():
-        factor.weight.fill_(weight if owner == channel.rank else 0.0)
-    for orientation, count in zip(orientations, counts.view(-1, 2), strict=True):
-        orientation.counts.copy_(count if channel.rank == 0 else torch.zeros_like(count))
     return Collecting(
         channel.rank,
         known,
         dict(zip(factors, traces.split(spans), strict=True)),
         {o: (float(c[0]), float(c[1])) for o, c in zip(orientations, counts.view(-1, 2), strict=True)},
         sum(one["refused"] for one in told),
+        sent,
         to_me,
         to_others,
     )
@@ -122,7 +142,7 @@ def gathered_sums(channel: Channel, assignment: Assignment, factors: Sequence[Fa
             mine = owner == channel.rank
             flat = torch.cat([packed(f.sum) for f in same]) if mine else same[0].sum.new_empty(sum(lengths))
             parts = channel.broadcast(flat, owner, everybody, "checkpoints").wait().split(lengths)
-            result |= {f: unpacked(part, f.sum.shape) for f, part in zip(same, parts, strict=True)}
+            result |= {f: _apart(part, f) for f, part in zip(same, parts, strict=True)}
             if mine:
                 torch._foreach_copy_([factor.sum for factor in same], [result[factor] for factor in same])
     return result
@@ -138,10 +158,16 @@ def total_sums(channel: Channel, blocks: Sequence[KroneckerBlock], *, place: str
     for same in by_dtype(factors, lambda factor: factor.sum.dtype):
         flat = channel.total(torch.cat([packed(factor.sum) for factor in same]), "checkpoints")
         parts = flat.split([packed_numel(factor.sum) for factor in same])
-        result |= {f: unpacked(part, f.sum.shape) for f, part in zip(same, parts, strict=True)}
+        result |= {f: _apart(part, f) for f, part in zip(same, parts, strict=True)}
     known = dict(zip(factors, weights.tolist(), strict=True))
     told = {o: (float(c[0]), float(c[1])) for o, c in zip(orientations, counts.view(-1, 2), strict=True)}
     return result, Whole({}, {}, known, told, 0)
+
+
+def _apart(flat: Tensor, factor: Factor) -> Tensor:
+    """A factor out of a message, with memory of its own: what is saved must not drag the message along."""
+    found = unpacked(flat, factor.sum.shape)
+    return found.clone() if factor.diagonal else found
 
 
 def _others_have(weights: Tensor, owner: int) -> bool:
@@ -149,13 +175,17 @@ def _others_have(weights: Tensor, owner: int) -> bool:
     return bool((weights > 0).sum() > (weights[owner] > 0))
 
 
-def _numbers(factors: Sequence[Factor], orientations: Sequence[Orientation]) -> Tensor:
+def _numbers(factors: Sequence[Factor], orientations: Sequence[Orientation], view: View = PRESENT) -> Tensor:
     """Weights and traces of factors and counts of orientations, on the host."""
-    traces = [f.sum if f.diagonal else f.sum.diagonal(dim1=-2, dim2=-1) for f in factors]
     return torch.cat(
         [
-            torch.stack([factor.weight for factor in factors]),
-            *(trace.sum(-1, dtype=torch.float64) for trace in traces),
-            *(orientation.counts for orientation in orientations),
+            torch.stack([view.weight(factor) for factor in factors]),
+            *(_traces(view.sum(factor)) for factor in factors),
+            *(view.counts(orientation) for orientation in orientations),
         ]
     ).cpu()
+
+
+def _traces(total: Tensor) -> Tensor:
+    diagonal = total if total.dim() == 2 else total.diagonal(dim1=-2, dim2=-1)
+    return diagonal.sum(-1, dtype=torch.float64)

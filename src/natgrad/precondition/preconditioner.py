@@ -68,7 +68,8 @@ class Preconditioner:
         self._compiled_directions = torch.compile(self._directions) if compiled else self._directions
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
-        self._stacks: list[Stack] = []
+        self._shapes: dict[Hashable, Tensor] = {}  # on several ranks, of all sides
+        self._stacks: list[Stack] | None = None  # not made yet
         self._uncovered: dict[str, Tensor] = {}  # elements outside the slices that blocks cover
 
     def keys(self, block: KroneckerBlock) -> tuple[Hashable, ...]:
@@ -93,12 +94,14 @@ class Preconditioner:
             sides, scales[block] = self._prepare(estimate, damping)
             own = dict(zip(self.keys(block), sides, strict=True))
             factors |= {key: side for key, side in own.items() if others is None or others.solves(key)}
-            if others is not None and others.holds(block):
-                held |= _shapes(block, self.keys(block))
+            if others is not None:
+                shapes = _shapes(block, self.keys(block), whole)
+                self._shapes |= shapes
+                held |= shapes if others.holds(block) else {}
         result: Solved = solve_eigen(factors) if self.solver == "eigen" else solve_inverse(factors)
         self.decompositions += len(factors)
         for key, side in result.sides.items():
-            if key in self._sides:
+            if key in self._sides and self._sides[key].is_like(side):
                 self._sides[key].update(side, result.failed[key])
             else:
                 self._sides[key] = side
@@ -121,13 +124,16 @@ class Preconditioner:
             present.solved_at = step
         else:
             self.solved[block.key] = SolvedBlock(block, sides, scale.clone(), step)
-            self._stacks = []
+            self._stacks = None
 
     def adopt(self, block: KroneckerBlock, sides: Sequence[Side], scale: Tensor, solved_at: int) -> None:
         """Takes a solution from a checkpoint; sides that blocks share are kept once. No sides: it is held elsewhere."""
         if sides:
             for key, side in zip(self.keys(block), sides, strict=True):
                 self._sides.setdefault(key, side)
+                part = side.values if side.matrix is None else side.matrix
+                assert part is not None, "a side has a matrix or values"
+                self._shapes[key] = part
         self._install(block, scale, solved_at, held=bool(sides))
 
     def release(self) -> None:
@@ -138,7 +144,7 @@ class Preconditioner:
                 self.solved[key] = SolvedBlock(member.block, (), member.scale.clone(), member.solved_at)
         held = {name for member in self.solved.values() if member.sides for name in self.keys(member.block)}
         self._sides = {name: side for name, side in self._sides.items() if name in held}
-        self._stacks = []
+        self._stacks = None
 
     @property
     def sides(self) -> Mapping[Hashable, Side]:
@@ -146,11 +152,8 @@ class Preconditioner:
         return self._sides
 
     def shapes(self) -> dict[Hashable, Tensor]:
-        """For every side of every solved block, held here or not, a tensor of its shape and dtype without memory."""
-        found: dict[Hashable, Tensor] = {}
-        for member in self.solved.values():
-            found |= _shapes(member.block, self.keys(member.block))
-        return found
+        """For every side of every solved block, held here or not, a tensor of its shape and dtype."""
+        return {key: self._shapes[key] for member in self.solved.values() for key in self.keys(member.block)}
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Forgets what belongs to blocks that are no more; sides that became separate start from their common past."""
@@ -170,7 +173,7 @@ class Preconditioner:
                     sides[name] = _copied(side) if taken else side
             own = tuple(sides[name] for name in self.keys(old.block))
             solved[key] = SolvedBlock(old.block, own, old.scale, old.solved_at)
-        self._sides, self.solved, self._stacks = sides, solved, []
+        self._sides, self.solved, self._stacks = sides, solved, None
 
     @torch.no_grad()
     def precondition(
@@ -215,7 +218,7 @@ class Preconditioner:
         return _Numbers(next(iter(self.solved.values())).scale)
 
     def _present_stacks(self) -> list[Stack]:
-        if not self._stacks:
+        if self._stacks is None:
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks
@@ -339,13 +342,12 @@ def _clipped(direction: Tensor, clipped: Clip) -> Tensor:
     return torch.where(clipped.finite, direction * clipped.factor.to(direction.dtype), 0.0)
 
 
-def _shapes(block: KroneckerBlock, keys: Sequence[Hashable]) -> dict[Hashable, Tensor]:
-    """For every side of a block a tensor of its shape and dtype, without memory of its own."""
-    sides = [factor.sum for factor in block.straight.sides]
-    if block.swapped is not None:  # mixed with the other orientation's: dense if either is
-        pairs = zip(sides, (factor.sum for factor in reversed(block.swapped.sides)), strict=True)
-        sides = [one if one.dim() == 3 else other for one, other in pairs]
-    return dict(zip(keys, sides, strict=True))
+def _shapes(block: KroneckerBlock, keys: Sequence[Hashable], whole: Whole | None) -> dict[Hashable, Tensor]:
+    """For every side of a block's estimate a tensor of its shape and dtype, without memory of its own."""
+    known = [orientation for orientation in block.orientations if orientation.known(whole)]
+    # Of both orientations, where both are known: dense if either is.
+    sides = [[f.sum for f in (reversed(o.sides) if o is block.swapped else o.sides)] for o in known]
+    return dict(zip(keys, [max(each, key=torch.Tensor.dim) for each in zip(*sides, strict=True)], strict=True))
 
 
 class _Numbers:

@@ -34,6 +34,11 @@ class Side:
     matrix: Tensor | None
     values: Tensor | None
 
+    def is_like(self, other: Side) -> bool:
+        """Whether both are of one form: a factor that was diagonal may become dense."""
+        pairs = ((self.matrix, other.matrix), (self.values, other.values))
+        return all((a is None) == (b is None) and (a is None or b is None or a.shape == b.shape) for a, b in pairs)
+
     def update(self, new: Side, failed: Sequence[bool]) -> None:
         """Takes over a newer solution, in place, except where it failed."""
         for own, other in ((self.matrix, new.matrix), (self.values, new.values)):

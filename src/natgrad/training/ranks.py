@@ -98,7 +98,8 @@ class Ranks:
     def begun(self) -> Path | None:
         """The folder of the run that these ranks had begun before torchrun restarted them."""
         kept = ""
-        if self.lasting is not None and self.lasting.check([_BEGUN]):
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if restarted and self.lasting is not None and self.lasting.check([_BEGUN]):
             kept = self.lasting.get(_BEGUN).decode()
         text = self.told(kept)
         return Path(text) if text else None
