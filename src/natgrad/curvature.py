@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,7 @@ class Curvature:
         self._metrics = metrics
         self._warner = warner
         self._follows_damping = follows_damping
+        self._at_work = False
         self._early: _Early | None = None
         self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
         if together is not None:
@@ -78,6 +80,23 @@ class Curvature:
     def refresh_interval(self) -> int:
         """Steps from one decomposition to the next, now."""
         return self._settings.at(self.step).refresh_interval
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, statistics and decompositions are in between: a signal handler that asks for them is refused."""
+        before, self._at_work = self._at_work, True
+        try:
+            yield
+        finally:
+            self._at_work = before
+
+    def refuse_at_work(self, what: str) -> None:
+        """What is called in the middle of a step would get half of it."""
+        if self._at_work:
+            raise RuntimeError(
+                f"{what} was called in the middle of a step, by a signal handler? Note the signal, and save after the "
+                "step"
+            )
 
     # Statistics
 
@@ -154,6 +173,11 @@ class Curvature:
         now = self._settings.at(self.step)
         if not self._is_due(now):
             return
+        with self.at_work():
+            self._send_early(together, now)
+
+    def _send_early(self, together: Together, now: Now) -> None:
+        window = self._window
         self._drop_early()
         agreed = together.agree_on_statistics(self.step, window)
         self._early = _Early(window.contents, agreed, None)

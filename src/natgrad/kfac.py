@@ -42,7 +42,7 @@ from natgrad.settings import Settings
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
 from natgrad.statistics.predictive import Predictive, checked_predictive
-from natgrad.together import WAIT, Gathered, Together
+from natgrad.together import WAIT, Gathered, Together, announced
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.controller import Controller
 from natgrad.trust_region.history import History
@@ -120,6 +120,7 @@ class KFAC:
         grad_worker_fraction: the part of the ranks in a hybrid's team; a half by default.
     """
 
+    @announced
     def __init__(
         self,
         model: nn.Module,
@@ -410,6 +411,10 @@ class KFAC:
 
     def _go_on(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
         """A step, from gradients to natural ones."""
+        with self._curvature.at_work():
+            self._do_step(now, gradients, usable)
+
+    def _do_step(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
         if self._watch.armed:
             with self.clock.part("statistics"):
                 came_in = self._curvature.take_statistics(gradients, now, usable)
@@ -563,6 +568,7 @@ class KFAC:
         """The blocks with the statistics of all ranks, which must all call it; copies, to look at."""
         if self._together is None:
             return self.blocks
+        self._curvature.refuse_at_work("gather_blocks()")
         self._curvature.settle()
         return self._together.whole_blocks("gather_blocks()", self._step)
 
@@ -595,7 +601,7 @@ class KFAC:
             owners={} if self._together is None else self._together.spread.owners(),
         )
 
-    def plan(self, *, ranks: int | None = None, strategy: str | Strategy | None = None) -> Plan:
+    def plan(self, ranks: int | None = None, *, strategy: str | Strategy | None = None) -> Plan:
         """Who decomposes and preconditions what, how long that should take, and what is sent. Prints as a table.
 
         With `ranks` or `strategy` the plan of another number of ranks or strategy for the blocks of this model, which
@@ -648,6 +654,7 @@ class KFAC:
         damping = self.damping if self.last_damping is None else self.last_damping
         if self._together is None or alone:
             return layer_metrics(known_ranges(self._preconditioner), self._preconditioner.solver, damping, self._step)
+        self._curvature.refuse_at_work("layers()")
         self._curvature.settle()
         return self._together.layer_metrics(self._preconditioner, damping, self._step)
 
@@ -670,6 +677,7 @@ class KFAC:
         or on how they share the work. A rank that does not come within `wait` seconds makes it an error, on all that
         did, and training can go on.
         """
+        self._curvature.refuse_at_work("state_dict()")
         self._curvature.follow_registry()
         generator = self._window.generator
         draws = None if generator is None else generator.get_state()

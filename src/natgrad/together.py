@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +16,12 @@ from natgrad import checkpoint
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Whole
 from natgrad.blocks.registry import Registry
+from natgrad.distribute.agreement import CONSTRUCTION
 from natgrad.distribute.channel import Channel, OutOfStepError
 from natgrad.distribute.packing import by_dtype
+from natgrad.distribute.replicas import replicas
 from natgrad.distribute.spread import Spread
+from natgrad.distribute.strategy import Strategy
 from natgrad.distribute.sums import PRESENT, Collecting, View, total_sums
 from natgrad.distribute.union import (
     Outline,
@@ -32,6 +38,36 @@ from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side
 from natgrad.window import Elsewhere, Window
+
+P = ParamSpec("P")
+
+
+def announced(construct: Callable[P, None]) -> Callable[P, None]:
+    """Tells the other ranks of an error in the constructor of a KFAC: they would wait for this one."""
+
+    @functools.wraps(construct)
+    def constructing(*arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            construct(*arguments, **options)
+        except Exception as error:
+            model = arguments[1] if len(arguments) > 1 else options.get("model")
+            if not hasattr(arguments[0], "_together") and isinstance(model, nn.Module):
+                _tell_of_construction(model, options.get("strategy"), error)
+            raise
+
+    return constructing
+
+
+def _tell_of_construction(model: nn.Module, strategy: Any, error: Exception) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replicated = replicas(model)
+    if replicated is not None:
+        timeout = (strategy if isinstance(strategy, Strategy) else Strategy()).timeout
+        device = next(model.parameters()).device
+        with contextlib.suppress(Exception):  # this rank's own error is what counts here
+            Channel(replicated.process_group, device, timeout=timeout).meet(CONSTRUCTION, {"problem": str(error)})
+
 
 WAIT = 60.0
 """Seconds for ranks that are asked to come together between steps."""

@@ -47,6 +47,20 @@ def test_ranks_that_disagree_are_told_by_name(tmp_path):
     assert first["callables"] == ""
 
 
+def wrong_on_one(rank: int, ranks: int) -> tuple[str, float]:
+    began = time.monotonic()
+    with problem_of() as texts:
+        Loop(rank, ranks, damping=-1.0 if rank == 1 else 1e-2)
+    return texts[0], time.monotonic() - began
+
+
+def test_a_wrong_argument_on_one_rank_is_told_to_all_at_once(tmp_path):
+    (first, seconds), (second, _) = run_on_ranks(wrong_on_one, tmp_path, 2)
+    assert "rank 1 could not construct its KFAC: damping must be above 0 and finite, got -1.0" in first
+    assert second == "ValueError: damping must be above 0 and finite, got -1.0"
+    assert seconds < 20
+
+
 def frozen_on_one(rank: int, ranks: int) -> str:
     model = Mixed()
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -60,6 +74,29 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_told(tmp_path):
     for text in run_on_ranks(frozen_on_one, tmp_path, 2):
         assert "disagree on the model's parameter norm.bias" in text
         assert "frozen" in text
+
+
+def saving_inside(rank: int, ranks: int) -> list[str]:
+    """As a signal handler would that does not wait for the end of the step."""
+    loop = Loop(rank, ranks).run(2)
+    usual = loop.kfac._curvature.refresh
+    texts: list[str] = []
+
+    def refresh(*arguments: Any) -> None:
+        with problem_of() as found:
+            loop.kfac.state_dict()
+        texts.extend(found)
+        usual(*arguments)
+
+    loop.kfac._curvature.refresh = refresh
+    loop.run(3, skip=2)
+    loop.kfac.state_dict()
+    return texts
+
+
+def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path):
+    for texts in run_on_ranks(saving_inside, tmp_path, 2):
+        assert "in the middle of a step" in texts[0]
 
 
 def one_without_kfac(rank: int, ranks: int) -> str:

@@ -136,7 +136,7 @@ def test_measure_keeps_the_link_and_the_random_numbers() -> None:
     costs = measure(CPU, seconds=0.02)
     default = default_costs(CPU)
     assert torch.equal(before, torch.get_rng_state())
-    assert (costs.bandwidth, costs.latency, costs.device) == (default.bandwidth, default.latency, "CPU")
+    assert (costs.bandwidth, costs.latency, costs.device) == (default.bandwidth, default.latency, "CPU, measured")
     sizes = [size for size, _ in costs.eigen]
     assert sizes == [size for size, _ in costs.inverse]
     assert sizes[0] == 16

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.distribute.channel import Channel
+from natgrad.distribute.channel import Channel, OutOfStepError
+
+CONSTRUCTION = "the construction of KFAC"
 
 
 def refuse_disagreement(channel: Channel, parameters: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
@@ -24,7 +26,10 @@ def refuse_disagreement(channel: Channel, parameters: Mapping[str, Tensor], opti
         },
         **{f"the option {name}": described(value) for name, value in options.items()},
     }
-    told = channel.meet("the construction of KFAC", mine)
+    told = channel.meet(CONSTRUCTION, mine)
+    for rank, other in enumerate(told):
+        if "problem" in other:
+            raise OutOfStepError(f"rank {rank} could not construct its KFAC: {other['problem']}")
     for rank, other in enumerate(told):
         for what in dict.fromkeys([*told[0], *other]):
             here, there = told[0].get(what, "missing"), other.get(what, "missing")

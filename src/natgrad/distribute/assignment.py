@@ -10,11 +10,13 @@ import torch
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.distribute.balance import choose, place
-from natgrad.distribute.costs import Costs, default_costs
+from natgrad.distribute.costs import Costs, default_costs, measure
 from natgrad.distribute.placement import Placement, Work
 from natgrad.distribute.plan import Plan, plan
 from natgrad.distribute.strategy import Strategy
+from natgrad.distribute.traffic import held_bytes
 from natgrad.distribute.work import Contents, Keys
+from natgrad.report import memory
 
 
 @dataclass
@@ -74,9 +76,22 @@ def _audience(placement: Placement, team: int, sender: int) -> tuple[int, ...]:
 
 def planned(work: Work, strategy: Strategy, *, ranks: int, device: torch.device, interval: int) -> Plan:
     """The plan of some ranks that need not be there."""
-    costs = strategy.costs if isinstance(strategy.costs, Costs) else default_costs(device)
+    costs = strategy.costs if isinstance(strategy.costs, Costs) else None
+    if costs is None:
+        costs = measure(device) if strategy.costs == "measured" else default_costs(device)
     placement = placed(work, strategy, strategy.team_size(ranks), ranks, costs, interval, {})
-    return plan(work, placement, costs, interval, strategy.name)
+    return plan(work, placement, costs, interval, strategy.name, chosen(work, placement, strategy))
+
+
+def chosen(work: Work, placement: Placement, strategy: Strategy) -> str:
+    """What ``"auto"`` has come to, for people."""
+    if strategy.name != "auto":
+        return ""
+    most = max(held_bytes(work, placement))
+    over = strategy.memory is not None and most > strategy.memory
+    return placement.strategy + (
+        f", although {memory(most)} do not fit into {memory(strategy.memory or 0)}" if over else ""
+    )
 
 
 def placed(

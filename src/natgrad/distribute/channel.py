@@ -59,7 +59,7 @@ class Channel:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made = {tuple(range(self.size))}  # by any rank
         with self._explained("the construction of KFAC"):
-            self._align(group)
+            self._align(group.group_name)
             self._hosts = self._new_group(range(self.size), "gloo")
             self._groups[tuple(range(self.size))] = self._new_group(range(self.size), backend)
         self._store = c10d.PrefixStore(f"natgrad/{self._hosts.group_name}", c10d._get_default_store())
@@ -127,13 +127,22 @@ class Channel:
         assert isinstance(made, dist.ProcessGroup), "this rank is a member"
         return made
 
-    def _align(self, group: dist.ProcessGroup) -> None:
+    def _align(self, name: str) -> None:
         """torch names a group after its ranks and the number of groups that a rank is in, so that ranks that are in
-        different numbers of them would look for each other in vain: groups of one make the numbers equal.
+        different numbers of them would look for each other in vain: groups of one make the numbers equal. `name` is
+        that of a group that all are in; the numbers travel through the store, which can be given up.
         """
-        counts: list[Any] = [None] * self.size
-        dist.all_gather_object(counts, len(c10d._world.pg_names), group=group)
-        for _ in range(len(c10d._world.pg_names), max(counts)):
+        store = c10d.PrefixStore(f"natgrad/groups of {name}", c10d._get_default_store())
+        call = store.add(f"calls of {self.rank}", 1)
+        store.set(f"{call}/{self.rank}", str(len(c10d._world.pg_names)))
+        keys = [f"{call}/{rank}" for rank in range(self.size)]
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not store.check(keys):
+            if time.monotonic() > until:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise RuntimeError(f"rank {', '.join(map(str, missing))} is missing: every rank must construct a KFAC")
+            time.sleep(_ASK_EVERY)
+        for _ in range(len(c10d._world.pg_names), max(int(store.get(key)) for key in keys)):
             self._new_group([self.rank], "gloo")
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
@@ -144,7 +153,7 @@ class Channel:
         self._made |= set(new)
         with self._explained("making process groups"):
             if new:
-                self._align(self._hosts)
+                self._align(self._hosts.group_name)
             while new:
                 taken: set[int] = set()
                 later = []

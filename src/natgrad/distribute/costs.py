@@ -50,6 +50,11 @@ class Costs:
         for name in ("flops", "bandwidth", "latency"):
             _positive(f"Costs.{name}", getattr(self, name))
 
+    @staticmethod
+    def of(device: torch.device | str) -> Costs:
+        """The numbers of a kind of device, ``"cuda"`` or ``"cpu"``, which need not be there."""
+        return default_costs(torch.device(device))
+
     def solve(self, solver: str, size: int, *, stack: int = 1, diagonal: bool = False) -> float:
         """Seconds of decomposing a stack of factors of one size: one after the other, as batching does not help."""
         tables = {"eigen": self.eigen, "inverse": self.inverse}
@@ -159,6 +164,7 @@ def measure(device: torch.device, *, seconds: float = 2.0) -> Costs:
             if now - start + (now - began) * (following / size) ** 3 > seconds:
                 break
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    name = f"{name}, measured"
     return replace(default_costs(device), device=name, eigen=tuple(eigen), inverse=tuple(inverse), flops=flops)
 
 

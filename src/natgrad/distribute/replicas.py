@@ -20,8 +20,8 @@ def replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
         return several[0]
     if dist.is_initialized() and not wrappers and (ranks := dist.get_world_size()) > 1:
         warnings.warn(
-            f"this model is not wrapped in DistributedDataParallel, so its {ranks} ranks take statistics apart: if "
-            "they train one model, give KFAC the wrapped one",
+            f"this model is not wrapped in DistributedDataParallel, so its {ranks} ranks take statistics apart, and "
+            "the weights of ranks that train one model drift apart: give KFAC the wrapped one, not its .module",
             NatgradWarning,
             stacklevel=4,
         )

@@ -14,7 +14,7 @@ from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.clock import Clock
 from natgrad.distribute import costs as cost_models
 from natgrad.distribute import solutions, sums
-from natgrad.distribute.assignment import Assignment, groups, placed
+from natgrad.distribute.assignment import Assignment, chosen, groups, placed
 from natgrad.distribute.channel import Channel
 from natgrad.distribute.costs import Costs
 from natgrad.distribute.directions import Directions, Shape
@@ -93,7 +93,9 @@ class Spread:
         """Of work and messages; measured once where that was asked for, and the same on all ranks."""
         if self._costs is None and self.strategy.costs == "measured":
             mine = cost_models.measure(self._device)
+            before = replace(self.channel.tallies["meetings"])
             mine = replace(mine, bandwidth=self._measure_link(mine.latency))
+            self.channel.tallies["meetings"] = before  # measuring is no traffic of training
             self._costs = cost_models.slowest(self.channel.meet("measuring costs", mine))
         if self._costs is None:
             self._costs = cost_models.default_costs(self._device)
@@ -117,7 +119,9 @@ class Spread:
         """What the present assignment does, for people; None before the first one."""
         if self._assignment is None:
             return None
-        return plan(self.assignment.work, self.assignment.placement, self.costs(), interval, self.strategy.name)
+        work, placement = self.assignment.work, self.assignment.placement
+        told = chosen(work, placement, self.strategy)
+        return plan(work, placement, self.costs(), interval, self.strategy.name, told)
 
     def owners(self) -> dict[str, str]:
         """Which ranks decompose the factors of each block, for people."""

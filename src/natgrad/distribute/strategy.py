@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ STRATEGIES = ("auto", "comm-opt", "layer-wise", "hybrid")
 _HYBRID = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Strategy:
     """How the work is spread over ranks: ``strategy=``, for those who want to say more than a word.
 
@@ -36,6 +36,7 @@ class Strategy:
     """
 
     name: str = "auto"
+    _: KW_ONLY
     grad_worker_fraction: float | None = None
     placement: str = "balanced"
     costs: Costs | str | None = None
@@ -55,6 +56,8 @@ class Strategy:
         if not (self.costs is None or self.costs == "measured" or isinstance(self.costs, Costs)):
             raise ValueError(f"costs must be natgrad.Costs, 'measured' or None, got {self.costs!r}")
         whole_number("memory", self.memory, none="as much as there is")
+        if self.memory is not None and self.name != "auto":
+            raise ValueError(f"memory is what strategy='auto' chooses by; {self.name!r} has chosen already")
         if self.wire not in (None, torch.bfloat16):
             raise ValueError(f"wire must be torch.bfloat16, or None for the factors' own precision, got {self.wire!r}")
         if not isinstance(self.timeout, int | float) or isinstance(self.timeout, bool) or self.timeout <= 0:
