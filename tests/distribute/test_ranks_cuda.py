@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distribute.mixed import STEPS, Loop, close, same, trained
+from distribute.mixed import STEPS, Loop, close, empty_at_first, same, trained
 from natgrad import Costs, Strategy
 from natgrad.distribute.costs import measure
 from ranks import run_on_ranks
@@ -34,6 +34,12 @@ def test_ranks_on_a_gpu_equal_one(tmp_path):
             close(answer[number][0], loop.weights, tolerance=1e-9)
             same(answer[number][0], answers[0][number][0])
         assert sum(answer[number][1] for answer in answers) == loop.kfac.metrics()["decompositions"]
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_a_rank_may_begin_with_an_empty_batch(tmp_path):
+    first, second = run_on_ranks(empty_at_first, tmp_path, 2, "cuda", seconds=120)
+    same(first, second)
 
 
 def test_nccl_carries_every_kind_of_message(tmp_path):
