@@ -165,7 +165,8 @@ class Channel:
                     if self.rank in ranks:
                         self._groups[ranks] = self._new_group(ranks, self._backend)
                 if self.rank not in taken:
-                    self._new_group([self.rank], "gloo")
+                    # Of the same backend: NCCL with a bound device makes all groups of a round in one split.
+                    self._new_group([self.rank], self._backend)
                 new = later
 
     def reduce(self, flat: Tensor, to: int, kind: str) -> Message:
