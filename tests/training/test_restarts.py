@@ -20,6 +20,8 @@ from tests.training.test_stop import OFTEN, SMALL, in_a_step, natgrad
 from natgrad import recipes
 from natgrad.training import ranks
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -47,6 +49,7 @@ def test_a_restart_goes_on_with_the_run_that_was_begun(
     assert natgrad(*command, output=output, before=killed) == -signal.SIGKILL
     folder = tmp_path / "mine" if out else next((tmp_path / "runs").iterdir())
     assert newest(folder) == 4
+    monkeypatch.setenv(RESTARTS, "1")
     assert natgrad(*command, output=output) == 0
     assert "from step 4" in output.read_text()
     assert out or [folder] == list((tmp_path / "runs").iterdir())
@@ -55,10 +58,11 @@ def test_a_restart_goes_on_with_the_run_that_was_begun(
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, output = tmp_path / "run", tmp_path / "output"
     command = ["train", "digits", *SMALL, "training.steps=9", "--out", folder]
     assert natgrad(*command, output=output, before=killed) == -signal.SIGKILL
+    monkeypatch.setenv(RESTARTS, "1")
     assert natgrad(*command, output=output) == 0
     assert "there is no checkpoint to go on from: the run begins anew" in output.read_text()
     train(digits("training.steps=9"), tmp_path / "quiet")
@@ -66,10 +70,20 @@ def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_restart_does_not_go_on_with_a_run_of_somebody_else(tmp_path: Path) -> None:
+def test_a_second_run_under_one_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    for name in ("one", "two"):
+        command = ["train", "digits", *SMALL, "training.steps=3", "--out", tmp_path / name]
+        assert natgrad(*command, output=output) == 0
+    assert newest(tmp_path / "one") == newest(tmp_path / "two") == 3
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_restart_does_not_go_on_with_a_run_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, output = tmp_path / "run", tmp_path / "output"
     train(digits("training.steps=3"), folder)
-    for _ in range(2):
+    for restarts in range(2):
+        monkeypatch.setenv(RESTARTS, str(restarts))
         assert natgrad("train", "digits", *SMALL, "training.steps=9", "--out", folder, output=output) == 1
     assert output.read_text().count("holds a run already: go on with --resume") == 2
     assert newest(folder) == 3
