@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
@@ -115,7 +116,7 @@ def build_report(
     reasons: Mapping[str, str],
     state: str,
     *,
-    owners: Mapping[str, str],
+    owners: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """A line for every parameter: its blocks, or the reason why it has none."""
     counted: set[int] = set()
