@@ -164,7 +164,7 @@ def test_a_checkpoint_that_does_not_fit_says_which_parameter_and_changes_nothing
 def test_a_truncated_or_foreign_state() -> None:
     model, optimizer, kfac = make("mlp")
     train(model, optimizer, 0, 3, (4,))
-    with pytest.raises(ValueError, match="not a natgrad checkpoint of version 4"):
+    with pytest.raises(ValueError, match="not a natgrad checkpoint of version 5"):
         kfac.load_state_dict(optimizer.state_dict())
     state = kfac.state_dict()
     state["blocks"]["0.weight"]["orientations"][0]["sides"][0]["sum"] = torch.zeros(1, 2, 2)

@@ -7,7 +7,8 @@ Two lines make a training loop second-order::
 
 The way of the data, one package a stage: ``capture`` finds where each parameter is used, ``statistics`` turns
 activations and derivatives into sums over rows,
-``blocks`` keeps the running averages, ``solve`` decomposes them, ``precondition`` replaces the gradients.
+``blocks`` keeps the running averages, ``solve`` decomposes them, at once or beside training (``overlap``),
+``precondition`` replaces the gradients.
 
 Vocabulary
     use         one product, convolution or look-up with a weight, or broadcast of a vector, in one forward pass
@@ -30,6 +31,7 @@ from natgrad.distribute.strategy import Strategy
 from natgrad.errors import NatgradWarning
 from natgrad.kfac import KFAC
 from natgrad.log import Log
+from natgrad.overlap.options import Background, Staggered
 from natgrad.precondition.buffers import Grafting
 from natgrad.statistics.predictive import Bernoulli, Categorical, Gaussian
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KFAC",
     "AdaptiveDamping",
+    "Background",
     "Bernoulli",
     "Categorical",
     "Clock",
@@ -48,6 +51,7 @@ __all__ = [
     "Log",
     "NatgradWarning",
     "PolyakAverage",
+    "Staggered",
     "Strategy",
     "TrustRegion",
     "__version__",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from natgrad.blocks.kronecker import KroneckerBlock, Orientation, Whole
 from natgrad.blocks.registry import Registry
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout
-from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.precondition.preconditioner import Keys, Preconditioner
+from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side
 from natgrad.statistics.gram import accumulation_dtype
 
-VERSION = 4
+VERSION = 5
 _KEYS = (
     "solver",
     "damping_rule",
@@ -26,6 +27,7 @@ _KEYS = (
     "refreshed_at",
     "solved_damping",
     "stale",
+    "moved_at",
     "shares",
     "metrics",
     "generator",
@@ -33,6 +35,7 @@ _KEYS = (
     "buffers",
     "blocks",
     "decompositions",
+    "under_way",
 )
 
 
@@ -150,13 +153,14 @@ def _load_factor(home: str, stored: Any, shape: tuple[int, int], like: Tensor, f
     return factor
 
 
-def save_solved(preconditioner: Preconditioner, sides: Mapping[Hashable, Side]) -> dict[str, Any]:
+def save_solved(solved: Iterable[SolvedBlock], keys: Keys, sides: Mapping[Hashable, Side]) -> dict[str, Any]:
     """Solved sides, each once, and which block has which. `sides` holds those of all blocks."""
     homes: dict[Hashable, str] = {}
     result: dict[str, Any] = {}
-    for key, member in preconditioner.solved.items():
+    for member in solved:
+        key = member.block.key
         stored: list[Any] = []
-        for number, name in enumerate(preconditioner.keys(member.block)):
+        for number, name in enumerate(keys(member.block)):
             if name in homes:
                 stored.append(homes[name])
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.blocks.kronecker import KroneckerBlock, Whole
 from natgrad.blocks.registry import Registry
 from natgrad.capture.watch import Watch
 from natgrad.distribute.sums import Collecting, View
 from natgrad.errors import Warner
 from natgrad.metrics import Metrics
 from natgrad.options import Now
+from natgrad.overlap.job import Job
+from natgrad.overlap.jobs import Jobs
+from natgrad.overlap.saved import save_job, share_out
+from natgrad.overlap.turns import Turns
 from natgrad.parameters import any_nonzero
 from natgrad.passes import Pass
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.settings import Settings
+from natgrad.solve.solver import Side
 from natgrad.together import Agreed, Together
 from natgrad.window import Window
 
@@ -53,6 +59,8 @@ class Curvature:
         metrics: Metrics,
         warner: Warner,
         follows_damping: bool,
+        jobs: Jobs | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.step = 0
         self.factors_at: int | None = None
@@ -60,6 +68,7 @@ class Curvature:
         self.solved_damping: float | None = None  # λ of the last refresh
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
+        self._moved_at: int | None = None  # the step of the last statistics
         self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
         self._solved_version = 0
         self._registry = registry
@@ -70,6 +79,8 @@ class Curvature:
         self._metrics = metrics
         self._warner = warner
         self._follows_damping = follows_damping
+        self.jobs = jobs  # decompositions beside training
+        self._turns = turns  # whose decomposition is when, where not all are at once
         self._at_work = False
         self._early: _Early | None = None
         self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
@@ -111,11 +122,14 @@ class Curvature:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window = self._window
         terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
+        pace = 0.0
         early = self._drop_early()
         if self._together is not None:
-            agreed = self._together.agree_on_statistics(self.step, window) if early is None else early.agreed
+            agreed = self._agree(self._together) if early is None else early.agreed
             terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
-            elsewhere = agreed.elsewhere
+            elsewhere, pace = agreed.elsewhere, agreed.pace
+        elif self._turns is not None:
+            pace = self._turns.told()
         if terms == 0:
             return self._go_without(gradients, ignored)
         if self._together is None:
@@ -143,8 +157,14 @@ class Curvature:
         self._refused = refused
         self._watch.disarm()
         self.factors_at = self.step if complete else None
-        self._stale = True
+        self._stale, self._moved_at = True, self.step
+        if self._turns is not None:
+            self._turns.moved(self.step, now, self._registry, self.preconditioner, pace)
         return True
+
+    def _agree(self, together: Together) -> Agreed:
+        pace = 0.0 if self._turns is None else self._turns.told()
+        return together.agree_on_statistics(self.step, self._window, pace)
 
     def _go_without(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
         """Nothing came in, on any rank: whether the step counts nevertheless."""
@@ -179,7 +199,7 @@ class Curvature:
     def _send_early(self, together: Together, now: Now) -> None:
         window = self._window
         self._drop_early()
-        agreed = together.agree_on_statistics(self.step, window)
+        agreed = self._agree(together)
         self._early = _Early(window.contents, agreed, None)
         if not agreed.complete or window.without_statistics(agreed.elsewhere):
             return  # what that means the gradients will tell
@@ -221,11 +241,16 @@ class Curvature:
             self._solved_version = self._registry.version
 
     def _is_due(self, now: Now) -> bool:
+        """Whether all blocks are decomposed in this step."""
+        if self._turns is not None or (self.jobs is not None and self.jobs.full and self._together is None):
+            return False
         return self._refreshed_at is None or self.step - self._refreshed_at >= now.refresh_interval
 
     def refresh_if_due(self, now: Now) -> None:
-        """Decomposes what is to be decomposed in this step."""
+        """Takes over decompositions that were made beside training, and asks for those that are due."""
         self.follow_registry()
+        if self.jobs is not None:
+            self._note_failed(self.jobs.land(self.step, self.preconditioner, self._registry))
         solved, damping = self.preconditioner.solved, now.total_damping
         inverse = self.preconditioner.solver == "inverse"
         due = self._is_due(now) or (inverse and self._follows_damping and damping != self.solved_damping)
@@ -234,9 +259,24 @@ class Curvature:
             self._refreshed_at, self._stale, self.solved_damping = self.step, False, damping
         # A block that has no solution yet gets one as soon as it has statistics.
         new = self.factors_at == self.step
-        blocks = [block for block in self._registry if everything or (new and block.key not in solved)]
+        turn = self._turn(now)
+        blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
         if blocks:
             self.refresh(blocks, damping)
+
+    def _turn(self, now: Now) -> Collection[KroneckerBlock]:
+        """The blocks that are to be decomposed in this step, where they take turns."""
+        if self._turns is None or not self.preconditioner.solved:
+            return ()
+        turn = self._turns.at(self.step, now, self._registry, self.preconditioner)
+        return {block for block in turn if self._has_moved(block, now)}
+
+    def _has_moved(self, block: KroneckerBlock, now: Now) -> bool:
+        """Whether there is something new in a block since it was decomposed."""
+        member = self.preconditioner.solved.get(block.key)
+        if member is None or self._moved_at is None:
+            return False  # a new one comes with its statistics
+        return self._moved_at > member.solved_at or self.preconditioner.solver == "inverse"
 
     def refresh(self, blocks: list[KroneckerBlock], damping: float) -> None:
         """Decomposes the factors of these blocks."""
@@ -250,18 +290,36 @@ class Curvature:
             known = [block for block in blocks if whole.known(block)]
         if len(known) < len(blocks) and (int(self._refused) if whole is None else whole.refused) > 0:
             self.factors_at = None  # their first statistics were not finite: try again with the next batch
-        if known:
-            failed = self.preconditioner.refresh(known, damping, self.step, whole)
-            self._metrics.failed_decompositions += failed
-            if failed:
-                self._warner.once(
-                    "decomposition",
-                    f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
-                    "the last good ones stay in use, and where there is none the factors' diagonals",
-                )
+        solved = self.preconditioner.solved
+        later = [] if self.jobs is None else [block for block in known if block.key in solved]
+        now = known if not later else [block for block in known if block.key not in solved]
+        if now:
+            self._refresh_now(now, damping, whole)
+        if later and self.jobs is not None:
+            self.jobs.begin(self.preconditioner.prepare(later, damping, self.step, whole), self.refresh_interval)
+            if self.jobs.at_once:
+                self._note_failed(self.jobs.land(self.step, self.preconditioner, self._registry))
         if collecting is not None:
             collecting.settle()
         self.warn_of_nan()  # the device has been waited for anyway
+
+    def _refresh_now(self, blocks: list[KroneckerBlock], damping: float, whole: Whole | None) -> None:
+        """In the step."""
+        watch = self._turns is not None and self._turns.watches_time
+        device = blocks[0].straight.row.sum.device
+        began = _now(device) if watch else 0.0
+        self._note_failed(self.preconditioner.refresh(blocks, damping, self.step, whole))
+        if self._turns is not None:
+            self._turns.spent(blocks, _now(device) - began if watch else 0.0, self.preconditioner)
+
+    def _note_failed(self, failed: int) -> None:
+        self._metrics.failed_decompositions += failed
+        if failed:
+            self._warner.once(
+                "decomposition",
+                f"{failed} decompositions failed at step {{step}}, in float64 and with jitter too; "
+                "the last good ones stay in use, and where there is none the factors' diagonals",
+            )
 
     def _collected(self, blocks: list[KroneckerBlock]) -> Collecting | None:
         """The sums of all ranks, asked for now or on their way already; None where there is one process."""
@@ -291,19 +349,42 @@ class Curvature:
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
+        given_up = self.jobs is not None and self.jobs.full  # asked for again by who goes on from here
         return {
             "solver": self.preconditioner.solver,
             "damping_rule": self.preconditioner.rule,
             "step": self.step,
             "factors_at": self.factors_at,
-            "refreshed_at": self._refreshed_at,
+            "refreshed_at": None if given_up else self._refreshed_at,
             "solved_damping": self.solved_damping,
-            "stale": self._stale,
+            "stale": self._stale or given_up,
+            "moved_at": self._moved_at,
             "shares": None if self._together is None else self._together.shares(),
         }
 
-    def load(self, state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
-        """Goes on from a checkpoint, with its blocks and their solutions."""
+    def under_way(self) -> list[dict[str, Any]]:
+        """Decompositions that will be taken over at a certain step, for a checkpoint: it waits for them. All ranks
+        together.
+        """
+        if self.jobs is None or self.jobs.when_ready:
+            return []
+        saved = []
+        for job, solved in self.jobs.finish():
+            sides: Mapping[Hashable, Side] = solved.sides
+            failed: Mapping[Hashable, list[bool]] = solved.failed
+            if self._together is not None:
+                sides, failed = self._together.gather_solved(job.request, solved, self.preconditioner.solver)
+            saved.append(save_job(job, sides, failed))
+        return saved
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        blocks: list[KroneckerBlock],
+        preconditioner: Preconditioner,
+        under_way: list[Job],
+    ) -> None:
+        """Goes on from a checkpoint, with its blocks, their solutions, and those that are still to be taken over."""
         self.settle()
         self._early = self._collecting = None
         self._registry.replace(blocks)
@@ -311,9 +392,20 @@ class Curvature:
         self.preconditioner = preconditioner
         self.step, self.factors_at = state["step"], state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
+        self._moved_at = state["moved_at"]
         self.solved_damping = state["solved_damping"]
         if blocks and self._together is not None:
             self._together.keep_share(preconditioner, self.refresh_interval, state["shares"])
+        if self.jobs is not None:
+            share_out(under_way, preconditioner)
+            self.jobs.replace(under_way)
+
+
+def _now(device: torch.device) -> float:
+    """The time, once the device has come to the end of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

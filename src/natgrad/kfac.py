@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from natgrad.curvature import Curvature, weakly
 from natgrad.distribute.agreement import refuse_disagreement
 from natgrad.distribute.assignment import planned
 from natgrad.distribute.channel import Channel
+from natgrad.distribute.costs import default_costs
 from natgrad.distribute.joining import Joining
 from natgrad.distribute.plan import Plan
 from natgrad.distribute.replicas import replicas
@@ -32,6 +34,12 @@ from natgrad.loss_scale import LossScale
 from natgrad.metrics import LayerMetrics, Metrics, known_ranges, layer_metrics
 from natgrad.observer import Observer
 from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
+from natgrad.overlap.drift import DriftTurns
+from natgrad.overlap.job import Job
+from natgrad.overlap.jobs import Jobs
+from natgrad.overlap.options import READY, Background, Overlap, Staggered, checked_overlap
+from natgrad.overlap.saved import load_jobs
+from natgrad.overlap.turns import EvenTurns, Loads, Turns
 from natgrad.parameters import make_choices, named_parameters, patterns
 from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
 from natgrad.precondition.clip import Clip
@@ -118,6 +126,14 @@ class KFAC:
             sent to all), ``"layer-wise"`` (one rank does all of a layer and sends the result in every step),
             ``"hybrid"`` (a team of ranks does), ``"auto"`` (what should take the least time); or a `natgrad.Strategy`.
         grad_worker_fraction: the part of the ranks in a hybrid's team; a half by default.
+        overlap: decompositions off the critical path: ``"background"`` (beside training: on CPU cores, a stream of the
+            GPU, or by any `concurrent.futures.Executor` given in place of the word) or ``"staggered"`` (in the step, a
+            few layers at a time); or a `natgrad.Background` or `natgrad.Staggered`. None: all at once, in the step.
+        delay: a whole number k: decompositions asked for at step t are taken over at step t + k, whether they were made
+            beside training or, without `overlap`, in the step; ``"ready"``: as soon as they have come.
+        max_overhead: with ``"staggered"``, the part of training's time that decompositions may take: layers that have
+            moved most go first.
+        max_staleness: with ``"background"``, the age in steps at which a decomposition is waited for.
     """
 
     @announced
@@ -157,6 +173,10 @@ class KFAC:
         generator: torch.Generator | None = None,
         strategy: str | Strategy = "auto",
         grad_worker_fraction: float | None = None,
+        overlap: str | Overlap | Executor | None = None,
+        delay: int | str | None = None,
+        max_overhead: float | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _OF_A_RANK}
         if not isinstance(model, nn.Module):
@@ -202,11 +222,24 @@ class KFAC:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
         spreading = checked_strategy(strategy, grad_worker_fraction)
+        overlapping = checked_overlap(overlap, delay, max_overhead, max_staleness)
         replicated = replicas(model)
+        ranks = 1 if replicated is None else replicated.process_group.size()
+        if overlapping is not None and adaptive is not None and solver == "inverse":
+            raise ValueError(
+                "AdaptiveDamping with solver='inverse' inverts all factors whenever λ changes: overlap= and delay= do "
+                "not go with it; use solver='eigen'"
+            )
+        when_ready = isinstance(overlapping, Background) and overlapping.delay == READY
+        if when_ready and ranks > 1 and spreading.team_size(ranks) != 1:
+            raise ValueError(
+                "delay='ready' on several ranks needs one owner for each layer, who alone takes over what it has made: "
+                "use strategy='layer-wise', or a number of steps, after which all ranks do"
+            )
         if replicated is not None and (adaptive is not None or (region is not None and region.curvature == "exact")):
             raise ValueError(
                 "AdaptiveDamping and TrustRegion(curvature='exact') look at one rank's batch, and this model is "
-                f"replicated on {replicated.process_group.size()} ranks: use a number or a schedule"
+                f"replicated on {ranks} ranks: use a number or a schedule"
             )
         if replicated is not None and solver == "inverse" and region is not None and region.of == "step":
             raise ValueError(
@@ -225,7 +258,7 @@ class KFAC:
         self._together: Together | None = None
         self._joining: Joining | None = None
         if replicated is not None:
-            device = next(iter(self._parameters.values())).device
+            device = self._device
             channel = Channel(replicated.process_group, device, timeout=spreading.timeout)
             refuse_disagreement(channel, self._parameters, given)
             spread = Spread(channel, spreading, device)
@@ -275,6 +308,8 @@ class KFAC:
             metrics=self._metrics,
             warner=self._warner,
             follows_damping=adaptive is not None,
+            jobs=self._new_jobs(overlapping, solver),
+            turns=self._new_turns(overlapping),
         )
         self._watch.arm()
 
@@ -289,6 +324,36 @@ class KFAC:
     def _new_preconditioner(self, solver: str, rule: str) -> Preconditioner:
         others = None if self._together is None else self._together.spread
         return Preconditioner(solver, rule, compiled=self._compiled, others=others)
+
+    def _new_jobs(self, overlap: Overlap | None, solver: str) -> Jobs | None:
+        if not isinstance(overlap, Background):
+            return None
+        return Jobs(
+            overlap,
+            device=self._device,
+            solver=solver,
+            several=self._together is not None,
+            metrics=self._metrics,
+            warner=self._warner,
+        )
+
+    def _new_turns(self, overlap: Overlap | None) -> Turns | None:
+        if not isinstance(overlap, Staggered):
+            return None
+        spread = None if self._together is None else self._together.spread
+        costs = default_costs(self._device)
+        loads = Loads(
+            (lambda: costs) if spread is None else spread.costs,
+            dict if spread is None else lambda: spread.assignment.solver_of,
+        )
+        if overlap.max_overhead is None:
+            return EvenTurns(loads)
+        total = None if spread is None else lambda flat: spread.channel.total(flat, "factors")
+        return DriftTurns(overlap.max_overhead, loads, total)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     # In the training loop
 
@@ -339,6 +404,8 @@ class KFAC:
         self._link.detach()
         self._window.close()
         self._watch.disarm()
+        if self._curvature.jobs is not None:
+            self._curvature.jobs.close()
 
     def capture(self, loss: Tensor, *, outputs: Any = None, terms: float | None = None, targets: Any = None) -> None:
         """Takes statistics from this loss's graph, for loops whose loss does not come from one call of the model.
@@ -468,7 +535,7 @@ class KFAC:
         """A step of the other ranks, on one that has no batches any more."""
         assert self._together is not None, "there are other ranks"
         attendance = self._together.attend(self._step)
-        device = next(iter(self._parameters.values())).device
+        device = self._device
         usable = None if attendance.usable is None else torch.tensor(attendance.usable, device=device)
         gradients: dict[str, Tensor | None] = dict.fromkeys(self._parameters)
         gradients |= {name: torch.zeros_like(self._parameters[name]) for name in attendance.present}
@@ -619,7 +686,7 @@ class KFAC:
         wanted = known if strategy is None else checked_strategy(strategy, None)
         count = whole_number("ranks", here if ranks is None else ranks)
         assert count is not None, "there is no None to choose"
-        device = next(iter(self._parameters.values())).device
+        device = self._device
         work, _ = work_of(self._registry, self._preconditioner.keys, self._preconditioner.solver, wanted)
         return planned(work, wanted, ranks=count, device=device, interval=interval)
 
@@ -635,7 +702,8 @@ class KFAC:
         ``eigenvalue_min`` / ``eigenvalue_max`` of the undamped blocks, ``factor_age`` and ``decomposition_age`` in
         steps (the oldest), ``reduction_ratio`` ρ of the last comparison (adaptive damping), and counts:
         ``rejected_statistics`` (not finite), ``failed_decompositions``, ``skipped_steps`` (gradient not finite),
-        ``decompositions`` (how many so far).
+        ``decompositions`` (how many so far), ``background_failures`` (decompositions beside training that failed,
+        hung or were wrong, and were made again), ``late_decompositions`` (requests that had to be waited for when due).
 
         On several ranks these are this rank's, and there are bytes and calls of every kind of message:
         ``factors_bytes``, ``factors_calls`` and so on.
@@ -696,6 +764,7 @@ class KFAC:
         counts = [counted for _, counted in gathered.told]
         # Steps are skipped by all ranks together; the rest happens to each apart.
         summed = {name: sum(one[name] for one in counts) for name in counts[0]}
+        member_keys, solved = self._preconditioner.keys, self._preconditioner.solved.values()
         return {
             "version": checkpoint.VERSION,
             **self._curvature.state(),
@@ -704,7 +773,8 @@ class KFAC:
             "schedules": self._settings.state(),
             "buffers": self._update.buffers.state(),
             "blocks": checkpoint.save_blocks(self._registry, gathered.sums, gathered.whole),
-            "decompositions": checkpoint.save_solved(self._preconditioner, gathered.sides) if decompositions else None,
+            "decompositions": checkpoint.save_solved(solved, member_keys, gathered.sides) if decompositions else None,
+            "under_way": self._curvature.under_way() if decompositions else [],
         }
 
     @torch.no_grad()
@@ -725,8 +795,10 @@ class KFAC:
             preconditioner.solver == "eigen" or state["damping_rule"] == preconditioner.rule
         )
         fits = state["decompositions"] is not None and same
+        under_way: list[Job] = []
         if fits:
             checkpoint.load_solved(state["decompositions"], blocks, preconditioner)
+            under_way = load_jobs(state["under_way"], blocks, preconditioner.solver, rule)
         rank = 0 if self._together is None else self._together.channel.rank
         generator = checkpoint.load_generator(state["generator"], self._window.generator, rank, state["step"])
         buffers = Buffers.load(state["buffers"], self._parameters)
@@ -737,7 +809,7 @@ class KFAC:
         self._window.unrecognised.clear()
         self._window.left.clear()
         self._watch.disarm()
-        self._curvature.load(state, blocks, preconditioner)
+        self._curvature.load(state, blocks, preconditioner, under_way)
         self._warner.step = self._step
         self._metrics.load(state["metrics"], first=rank == 0)
         self._update.buffers = buffers

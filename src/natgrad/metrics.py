@@ -14,7 +14,13 @@ from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.linalg import symmetric_eigen
 
-_COUNTERS = ("rejected_statistics", "failed_decompositions", "skipped_steps")
+_COUNTERS = (
+    "rejected_statistics",
+    "failed_decompositions",
+    "skipped_steps",
+    "background_failures",
+    "late_decompositions",
+)
 
 
 @dataclass
@@ -26,6 +32,8 @@ class Metrics:
     rejected_statistics: int | Tensor = 0
     failed_decompositions: int | Tensor = 0
     skipped_steps: int | Tensor = 0
+    background_failures: int = 0
+    late_decompositions: int = 0
 
     def snapshot(
         self, preconditioner: Preconditioner, *, step: int, factors_at: int | None

@@ -34,9 +34,9 @@ from natgrad.distribute.union import (
 )
 from natgrad.metrics import LayerMetrics, known_ranges, layer_metrics
 from natgrad.options import Now
-from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.precondition.preconditioner import Preconditioner, Request
 from natgrad.precondition.stack import SolvedBlock
-from natgrad.solve.solver import Side
+from natgrad.solve.solver import Side, Solved
 from natgrad.window import Elsewhere, Window
 
 P = ParamSpec("P")
@@ -75,12 +75,15 @@ WAIT = 60.0
 
 @dataclass(frozen=True)
 class Agreed:
-    """What came in on all ranks together. `ignored`: somewhere a batch came by of which nothing counts."""
+    """What came in on all ranks together. `ignored`: somewhere a batch came by of which nothing counts. `pace`: a
+    number of the first rank's.
+    """
 
     terms: float
     complete: bool
     ignored: bool
     elsewhere: Elsewhere
+    pace: float
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Together:
 
     # Statistics
 
-    def agree_on_statistics(self, step: int, window: Window) -> Agreed:
+    def agree_on_statistics(self, step: int, window: Window, pace: float) -> Agreed:
         """Finishes the window and compares notes: which blocks there are, which had statistics anywhere. A rank that
         cannot go on says so, and none does.
         """
@@ -159,6 +162,7 @@ class Together:
             "ignored": window.ignored,
             "idle": idle,
             "empty": empty,
+            "pace": pace,
             "problem": "" if problem is None else f"{type(problem).__name__}: {problem}",
         }
         told = self.channel.meet(place, facts)
@@ -183,6 +187,7 @@ class Together:
             all(one["complete"] for one in told),
             any(one["ignored"] for one in told),
             elsewhere,
+            told[0]["pace"],
         )
 
     @property
@@ -309,6 +314,16 @@ class Together:
         if decompositions:
             sides = self.spread.gathered_sides(preconditioner.shapes(), preconditioner.sides, preconditioner.solver)
         return Gathered(self.spread.gathered_sums(self._registry.factors()), whole, sides, answers)
+
+    def gather_solved(
+        self, request: Request, solved: Solved, solver: str
+    ) -> tuple[dict[Hashable, Side], dict[Hashable, list[bool]]]:
+        """Decompositions that have not been taken over yet, and which of them failed, on all ranks."""
+        sides = self.spread.gathered_from_solvers(request.shapes, solved.sides, solver, request.placed)
+        own = {number: solved.failed[key] for number, key in enumerate(request.shapes) if key in request.factors}
+        told = self.channel.meet(f"what was asked for at step {request.step}", own)
+        keys = list(request.shapes)
+        return sides, {keys[number]: flags for each in told for number, flags in each.items()}
 
     def _come_together(self, what: str, step: int, wait: float, facts: Any = None) -> list[Any]:
         """Between steps: all ranks are here, and have the same blocks. Returns each one's facts."""

@@ -32,10 +32,17 @@ def gathered(
     everything = dict(sides)
     if len(assignment.placement.teams) > 1:
         # Into fresh ones: what this rank holds is the same already.
-        received = {key: side for key, side in everything.items() if assignment.solver_of[key] == channel.rank}
-        _exchange(channel, assignment, like, received, solver, range(channel.size), "checkpoints")
-        everything = {**received, **everything}
+        everything = {**gathered_from_solvers(channel, assignment, like, sides, solver), **everything}
     return everything
+
+
+def gathered_from_solvers(
+    channel: Channel, assignment: Assignment, like: Shapes, sides: Mapping[Hashable, Side], solver: str
+) -> Sides:
+    """Sides that each rank has only where it has solved them, on all ranks."""
+    received = {key: side for key, side in sides.items() if assignment.solver_of[key] == channel.rank}
+    _exchange(channel, assignment, like, received, solver, range(channel.size), "checkpoints")
+    return received
 
 
 def _exchange(

@@ -197,9 +197,18 @@ class Spread:
         """Whether this rank decomposes what becomes a side."""
         return self.assignment.solver_of[key] == self.rank
 
-    def share_solutions(self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str) -> None:
-        """Completes the sides of the blocks that this rank's team holds."""
-        solutions.share(self.channel, self.assignment, like, sides, solver)
+    @property
+    def placed(self) -> Assignment:
+        """Who does what, for the present blocks."""
+        return self.assignment
+
+    def share_solutions(
+        self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str, placed: Assignment
+    ) -> None:
+        """Completes the sides of the blocks that this rank's team holds. Who has made them was `placed` when they were
+        asked for: blocks that have come since may have changed it.
+        """
+        solutions.share(self.channel, placed, like, sides, solver)
 
     @property
     def apart(self) -> bool:
@@ -226,3 +235,9 @@ class Spread:
     ) -> dict[Hashable, Side]:
         """The solved sides of all blocks, on all ranks."""
         return solutions.gathered(self.channel, self.assignment, like, sides, solver)
+
+    def gathered_from_solvers(
+        self, like: Mapping[Hashable, Tensor], sides: Mapping[Hashable, Side], solver: str, placed: Assignment
+    ) -> dict[Hashable, Side]:
+        """Sides that nobody has been sent yet, on all ranks."""
+        return solutions.gathered_from_solvers(self.channel, placed, like, sides, solver)

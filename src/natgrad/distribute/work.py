@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
+from natgrad.connected import connected
 from natgrad.distribute.placement import Layer, Piece, Work
 from natgrad.distribute.strategy import Strategy
 
@@ -31,7 +32,7 @@ def work_of(
     """
     blocks = list(blocks)
     sides = [side for block in blocks for side in _sides(block, keys(block))]
-    groups = _connected(sides)
+    groups = connected({side: side.factors for side in sides})
     pieces: list[Piece] = []
     contents: dict[str, Contents] = {}
     piece_of: dict[Hashable, str] = {}
@@ -90,22 +91,3 @@ def _sides(block: KroneckerBlock, keys: Sequence[Hashable]) -> list[_Side]:
         _Side(f"{block.key} {'G' if number == 0 else 'A' if len(keys) < 3 else f'A{number}'}", key, factors)
         for number, (key, factors) in enumerate(zip(keys, own, strict=True))
     ]
-
-
-def _connected(sides: Sequence[_Side]) -> list[list[_Side]]:
-    """Sides grouped by common factors, in the order of their first."""
-    group_of: dict[Factor, list[_Side]] = {}
-    groups: list[list[_Side]] = []
-    for side in sides:
-        found = [group_of[factor] for factor in side.factors if factor in group_of]
-        home = found[0] if found else []
-        if not found:
-            groups.append(home)
-        home.append(side)
-        for other in found[1:]:
-            if other is not home:
-                home += other
-                groups = [group for group in groups if group is not other]
-        for member in home:
-            group_of |= dict.fromkeys(member.factors, home)
-    return groups

@@ -5,8 +5,8 @@ where.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
-from natgrad.solve.solver import Side, Solved, damped_sides, solve_eigen, solve_inverse
+from natgrad.solve.solver import Side, Solved, damped_sides, solve
 
 LearningRate = float | Tensor
 Rates = LearningRate | list[list[LearningRate]]
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+Keys = Callable[[KroneckerBlock], tuple[Hashable, ...]]
 
 
 class Directions(Protocol):
@@ -44,14 +45,48 @@ class Others(Protocol):
     def apart(self) -> bool:
         """Whether some blocks are preconditioned elsewhere."""
 
-    def share_solutions(self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str) -> None:
-        """Completes the sides of the blocks that are held here."""
+    @property
+    def placed(self) -> Any:
+        """Who does what, at present."""
+
+    def share_solutions(
+        self, like: Mapping[Hashable, Tensor], sides: dict[Hashable, Side], solver: str, placed: Any
+    ) -> None:
+        """Completes the sides of the blocks that are held here, as they were `placed` when they were asked for."""
 
     def expect_directions(self, solved: Mapping[str, Shape]) -> Directions:
         """The exchange of a step's directions, before this rank has made its own."""
 
     def total(self, own: Tensor) -> Tensor:
         """The sum over teams of a number that every member has."""
+
+
+@dataclass
+class Request:
+    """What is to be decomposed: the `factors` of sides, as they were at a step, and the sides' keys and the scales of
+    the blocks that the solutions belong to. On several ranks the factors are this one's share, `shapes` has tensors
+    like all sides, and `placed` says who does what.
+    """
+
+    step: int
+    factors: dict[Hashable, Tensor]
+    keys: dict[KroneckerBlock, tuple[Hashable, ...]]
+    scales: dict[KroneckerBlock, Tensor]
+    shapes: dict[Hashable, Tensor]
+    placed: Any
+
+    def still(self, present: Iterable[KroneckerBlock], keys: Keys) -> Request:
+        """What is left of it where blocks have gone, or got other factors, since."""
+        left = [block for block in present if block in self.scales and keys(block) == self.keys[block]]
+        named = {key for block in left for key in self.keys[block]}
+        return Request(
+            self.step,
+            {key: factor for key, factor in self.factors.items() if key in named},
+            {block: self.keys[block] for block in left},
+            {block: self.scales[block] for block in left},
+            {key: shape for key, shape in self.shapes.items() if key in named},
+            self.placed,
+        )
 
 
 class Preconditioner:
@@ -80,36 +115,51 @@ class Preconditioner:
             return tuple(block.straight.sides)
         return tuple((block.key, number) for number in range(len(block.straight.sides)))
 
-    @torch.no_grad()
     def refresh(self, blocks: Iterable[KroneckerBlock], damping: float, step: int, whole: Whole | None = None) -> int:
         """Decomposes the blocks' present factors, on several ranks (which have the `whole` together) this one's share.
         Returns how many failed and kept their last good form.
         """
+        request = self.prepare(blocks, damping, step, whole)
+        return self.install(request, solve(request.factors, self.solver))
+
+    @torch.no_grad()
+    def prepare(
+        self, blocks: Iterable[KroneckerBlock], damping: float, step: int, whole: Whole | None = None
+    ) -> Request:
+        """The blocks' factors as they are now, to be decomposed here, now or later."""
         others = self.others
-        factors: dict[Hashable, Tensor] = {}
-        scales: dict[KroneckerBlock, Tensor] = {}
-        held: dict[Hashable, Tensor] = {}
+        request = Request(step, {}, {}, {}, {}, None if others is None else others.placed)
         for block in blocks:
             estimate = block.estimate(whole)
-            sides, scales[block] = self._prepare(estimate, damping)
+            sides, scale = self._prepare(estimate, damping)
+            request.scales[block], request.keys[block] = scale, self.keys(block)
             own = dict(zip(self.keys(block), sides, strict=True))
-            factors |= {key: side for key, side in own.items() if others is None or others.solves(key)}
+            request.factors.update({key: side for key, side in own.items() if others is None or others.solves(key)})
             if others is not None:
-                shapes = _shapes(block, self.keys(block), whole)
-                self._shapes |= shapes
-                held |= shapes if others.holds(block) else {}
-        result: Solved = solve_eigen(factors) if self.solver == "eigen" else solve_inverse(factors)
-        self.decompositions += len(factors)
-        for key, side in result.sides.items():
+                request.shapes.update(_shapes(block, self.keys(block), whole))
+        return request
+
+    @torch.no_grad()
+    def install(self, request: Request, result: Solved) -> int:
+        """Takes over what a request has led to; all ranks together, which send each other what they need. Returns how
+        many failed.
+        """
+        others = self.others
+        self.decompositions += len(request.factors)
+        for key in request.factors:
+            side = result.sides[key]
             if key in self._sides and self._sides[key].is_like(side):
                 self._sides[key].update(side, result.failed[key])
             else:
                 self._sides[key] = side
         if others is not None:
-            others.share_solutions(held, self._sides, self.solver)
-        for block, scale in scales.items():
-            self._install(block, scale, step, held=others is None or others.holds(block))
-        return sum(map(sum, result.failed.values()))
+            self._shapes |= request.shapes
+            held = {key for block, keys in request.keys.items() if others.holds(block) for key in keys}
+            like = {key: shape for key, shape in request.shapes.items() if key in held}
+            others.share_solutions(like, self._sides, self.solver, request.placed)
+        for block, scale in request.scales.items():
+            self._install(block, scale, request.step, held=others is None or others.holds(block))
+        return sum(sum(result.failed[key]) for key in request.factors)
 
     def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
         if self.solver == "eigen":

@@ -1,0 +1,125 @@
+"""Decompositions off the critical path: what the user may say."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Executor
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+from natgrad.options import choice, fraction, whole_number
+
+PLACES = ("auto", "cpu", "gpu", "step")
+OVERLAPS = ("background", "staggered")
+READY = "ready"
+
+_TORCH_THREADS = 4  # of one worker: more help large matrices little, and small ones not at all
+
+
+@dataclass(frozen=True)
+class Background:
+    """Decompositions beside training: ``overlap=``, for those who want to say more than ``"background"``.
+
+    Args:
+        where: ``"cpu"``: threads of this process, from pinned copies where the model is on a GPU. ``"gpu"``: a thread
+            with a stream of its own. ``"step"``: in the step, and yet taken over after `delay`. Or any
+            `concurrent.futures.Executor`: a process pool, or the workers of Dask, Ray, MPI on other machines.
+            ``"auto"``: what should cost training the least.
+        delay: a whole number of steps k: what is asked for at step t is taken over at step t + k, on every rank, and
+            waited for if it is late, so that a run repeats bit for bit. ``"ready"``: at the first step after it has
+            come; on several ranks only where each layer has one owner. None: ``"ready"`` on one rank, half the interval
+            of decompositions on several.
+        workers: how many threads ``"cpu"`` has.
+        threads: how many threads of LAPACK each of them has.
+        timeout: seconds after which a decomposition that has not come is made in the step.
+        max_staleness: steps; a decomposition that is older is waited for.
+    """
+
+    where: str | Executor = "auto"
+    _: KW_ONLY
+    delay: int | str | None = None
+    workers: int | None = None
+    threads: int | None = None
+    timeout: float = 120.0
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.where, Executor):
+            if isinstance(self.where, type):
+                raise TypeError(f"where got the class {self.where.__name__}: call it, {self.where.__name__}(...)")
+            if not isinstance(self.where, str) and callable(getattr(self.where, "submit", None)):
+                pass  # follows the interface without inheriting from it
+            else:
+                choice("where", self.where, PLACES)
+        if self.delay != READY:
+            if isinstance(self.delay, str):
+                choice("delay", self.delay, (READY,))
+            whole_number("delay", self.delay, at_least=0, none="the default")
+        whole_number("workers", self.workers, none="as many as fit")
+        whole_number("threads", self.threads, none="as many as fit")
+        whole_number("max_staleness", self.max_staleness, none="no bound")
+        if not isinstance(self.timeout, int | float) or isinstance(self.timeout, bool) or not self.timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0, got {self.timeout!r}")
+        if not isinstance(self.where, str) and (self.workers is not None or self.threads is not None):
+            raise ValueError("workers and threads are those of this process: an executor has its own")
+
+    def sizes(self) -> tuple[int, int]:
+        """How many threads of this process, and how many of LAPACK in each."""
+        free = free_cores()
+        threads = min(_TORCH_THREADS, free) if self.threads is None else self.threads
+        return (max(1, free // threads) if self.workers is None else self.workers), threads
+
+
+@dataclass(frozen=True)
+class Staggered:
+    """Decompositions in the step, a few layers at a time, so that no step takes much longer than others.
+
+    Args:
+        max_overhead: the part of the time of training that decompositions may take, 0.05 for 5 %. The layers whose
+            factors have moved most since they were decomposed go first, as often as that allows; ``inv_update_steps``
+            then has no say. None: every layer once every ``inv_update_steps``, spread evenly.
+    """
+
+    max_overhead: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_overhead is not None:
+            fraction("max_overhead", self.max_overhead)
+
+
+Overlap = Background | Staggered
+
+
+def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: Any) -> Overlap | None:
+    """The options `overlap`, `delay`, `max_overhead` and `max_staleness`: words and numbers, or the whole."""
+    if isinstance(overlap, str):
+        choice("overlap", overlap, OVERLAPS)
+    if isinstance(overlap, Staggered) or overlap == "staggered":
+        if delay is not None or max_staleness is not None:
+            raise ValueError("delay and max_staleness go with overlap='background': 'staggered' solves in the step")
+        staggered = overlap if isinstance(overlap, Staggered) else Staggered()
+        return staggered if max_overhead is None else replace(staggered, max_overhead=max_overhead)
+    if max_overhead is not None:
+        raise ValueError("max_overhead goes with overlap='staggered'")
+    if overlap is None and delay is None:
+        if max_staleness is not None:
+            raise ValueError("max_staleness goes with overlap='background'")
+        return None
+    if isinstance(overlap, Background):
+        background = overlap
+    else:
+        background = Background("step" if overlap is None else "auto" if overlap == "background" else overlap)
+    if delay is not None:
+        background = replace(background, delay=delay)
+    return background if max_staleness is None else replace(background, max_staleness=max_staleness)
+
+
+def free_cores() -> int:
+    """Cores of this process's share of the machine that training and data loading do not need: three quarters."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = int(local) if local.isdigit() else 1
+    return max(1, 3 * cores // (4 * max(1, ranks)))

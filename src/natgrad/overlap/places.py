@@ -1,0 +1,258 @@
+"""Where decompositions are made: in threads of this process, on a stream beside training, or by any executor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.overlap.options import Background
+from natgrad.overlap.pool import DaemonPool
+from natgrad.overlap.tasks import Solution, Task, check, pack, solve_packed, solve_tensors, unpack
+from natgrad.solve.solver import Side
+
+Solutions = list[Solution]
+Complain = Callable[[BaseException], None]  # told of what went wrong, from any thread
+
+
+class Place(Protocol):
+    """Somewhere to make decompositions."""
+
+    name: str
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Starts; the results will be on the tasks' device."""
+
+    def close(self) -> None:
+        """Ends what it has started, as soon as it can; another `begin` starts anew."""
+
+
+def place_of(options: Background, device: torch.device, solver: str, complain: Complain) -> Place:
+    """What the options name, or the best of what there is."""
+    if not isinstance(options.where, str):
+        return Elsewhere(options.where, timeout=options.timeout, complain=complain)
+    workers, threads = options.sizes()
+    where = choose(solver, device, workers * threads) if options.where == "auto" else options.where
+    if where == "step":
+        return InStep()
+    if where == "gpu":
+        if device.type != "cuda":
+            raise ValueError(f"where='gpu' needs a model on a GPU: this one is on {device}")
+        return Stream()
+    return Threads(workers, threads)
+
+
+def choose(solver: str, device: torch.device, cores: int) -> str:
+    """What should cost training the least. A GPU does a Cholesky factorisation on the side, while eigendecompositions
+    take turns with training (an H200, all of ResNet-50's factors: 1.1 s of training's time, against 0.15 s where cores
+    make them): those go to the cores, unless there are too few to come to an end.
+    """
+    if device.type != "cuda":
+        return "cpu"
+    return "gpu" if solver == "inverse" or cores < _ENOUGH_CORES else "cpu"
+
+
+_ENOUGH_CORES = 3
+
+
+class InStep:
+    """In the step itself: nothing runs beside it."""
+
+    name = "step"
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Decomposes at once."""
+        return [_finished(solve_tensors(task.solver, task.factors)) for task in tasks]
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Threads:
+    """CPU threads of this process, beside training."""
+
+    name = "cpu"
+
+    def __init__(self, workers: int, threads: int) -> None:
+        self._workers, self._threads = workers, threads
+        self._pool: DaemonPool | None = None
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Starts one piece a thread."""
+        if self._pool is None:
+            self._pool = DaemonPool(self._workers, torch_threads=self._threads, name="natgrad-solve")
+        ready = _event(tasks)
+        return [self._pool.submit(_on_the_host, task, ready) for task in tasks]
+
+    def close(self) -> None:
+        """Threads end after what they are doing."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+class Stream:
+    """One thread with a stream of the GPU that the factors are on."""
+
+    name = "gpu"
+
+    def __init__(self) -> None:
+        self._pool: DaemonPool | None = None
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Starts one piece after the other."""
+        if self._pool is None:
+            self._pool = DaemonPool(1, torch_threads=None, name="natgrad-stream")
+        ready = _event(tasks)
+        return [self._pool.submit(_on_the_device, task, ready) for task in tasks]
+
+    def close(self) -> None:
+        """The thread ends after what it is doing."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+class Elsewhere:
+    """A user's executor. A thread of this process takes the factors there and the solutions back, looks at them, and
+    makes for itself what does not come, or not right.
+    """
+
+    name = "executor"
+
+    def __init__(self, executor: Executor, *, timeout: float, complain: Complain) -> None:
+        self._executor, self._timeout, self._complain = executor, timeout, complain
+        self._pool: DaemonPool | None = None
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Starts all pieces."""
+        if self._pool is None:
+            self._pool = DaemonPool(1, torch_threads=1, name="natgrad-ferry")
+        futures: list[Future[Solutions]] = [Future() for _ in tasks]
+        self._pool.submit(self._ferry, list(tasks), futures, _event(tasks))
+        return futures
+
+    def close(self) -> None:
+        """The thread ends after what it is doing; the executor is its owner's."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _ferry(self, tasks: list[Task], futures: list[Future[Solutions]], ready: torch.cuda.Event | None) -> None:
+        until = time.monotonic() + self._timeout
+        with _Beside(tasks[0].device, ready):
+            here = [Task(task.solver, task.keys, _to_host(task.factors)) for task in tasks]
+            asked = [self._ask(task) for task in here]
+            for task, own, answer, future in zip(tasks, here, asked, futures, strict=True):
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(_to_device(self._answered(own, answer, until), task.device))
+                except Exception as error:  # told to who waits for it
+                    future.set_exception(error)
+
+    def _ask(self, task: Task) -> Future[Any] | Exception:
+        try:
+            # Threads share memory; everything else gets bytes, which every executor can carry.
+            if isinstance(self._executor, ThreadPoolExecutor | DaemonPool):
+                return self._executor.submit(solve_tensors, task.solver, task.factors)
+            return self._executor.submit(solve_packed, pack(task))
+        except Exception as error:  # a broken pool, or one that has been shut down
+            return error
+
+    def _answered(self, task: Task, answer: Future[Any] | Exception, until: float) -> Solutions:
+        """What has come back, or made here."""
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            found = answer.result(timeout=max(0.0, until - time.monotonic()))
+            solutions: Solutions = unpack(found) if isinstance(found, bytes) else found
+            check(task, solutions)
+        except Exception as error:
+            if isinstance(answer, Future):
+                answer.cancel()
+            self._complain(error)
+            return solve_tensors(task.solver, task.factors)
+        return solutions
+
+
+def _finished(result: Solutions) -> Future[Solutions]:
+    future: Future[Solutions] = Future()
+    future.set_result(result)
+    return future
+
+
+# Between the device and the host, beside the training stream
+
+
+def _event(tasks: Sequence[Task]) -> torch.cuda.Event | None:
+    """When the factors will be there."""
+    if tasks[0].device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tasks[0].device))
+    return event
+
+
+def _on_the_host(task: Task, ready: torch.cuda.Event | None) -> Solutions:
+    with _Beside(task.device, ready):
+        return _to_device(solve_tensors(task.solver, _to_host(task.factors)), task.device)
+
+
+def _on_the_device(task: Task, ready: torch.cuda.Event | None) -> Solutions:
+    with _Beside(task.device, ready) as stream:
+        found = solve_tensors(task.solver, task.factors)
+        if stream is not None:
+            stream.synchronize()
+    return found
+
+
+class _Beside:
+    """Work on a stream of one's own, once the factors are ready; nothing where there is no GPU."""
+
+    def __init__(self, device: torch.device, ready: torch.cuda.Event | None) -> None:
+        self._device, self._ready = device, ready
+
+    def __enter__(self) -> torch.cuda.Stream | None:
+        if self._ready is None:
+            return None
+        self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_event(self._ready)
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *error: Any) -> None:
+        if self._ready is not None:
+            self._context.__exit__(*error)
+
+
+def _to_host(factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies in pinned memory, once they are there; the host's own as they are."""
+    if factors[0].device.type != "cuda":
+        return tuple(factors)
+    stream = torch.cuda.current_stream(factors[0].device)
+    copies = []
+    for factor in factors:
+        copy = torch.empty(factor.shape, dtype=factor.dtype, pin_memory=True)
+        copies.append(copy.copy_(factor, non_blocking=True))
+        factor.record_stream(stream)
+    stream.synchronize()
+    return tuple(copies)
+
+
+def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
+    if device.type != "cuda":
+        return solutions
+    moved, kept = [], []
+    for solution in solutions:
+        pinned = [None if p is None else p.pin_memory() for p in (solution.side.matrix, solution.side.values)]
+        kept.append(pinned)
+        parts = [None if p is None else p.to(device, non_blocking=True) for p in pinned]
+        moved.append(Solution(Side(*parts), solution.failed))
+    torch.cuda.current_stream(device).synchronize()
+    return moved
