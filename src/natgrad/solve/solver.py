@@ -1,8 +1,7 @@
 """Solving many blocks at once: equal sizes go through one batched decomposition.
 
 A `Side` is the solved form of one factor: eigenvectors and eigenvalues, or a damped inverse. Sides outlive a failed
-refresh: what cannot be decomposed anew keeps
-its last good form.
+refresh: what cannot be decomposed anew keeps its last good form.
 """
 
 from __future__ import annotations
@@ -58,6 +57,11 @@ class Solved:
 
     sides: dict[Hashable, Side]
     failed: dict[Hashable, list[bool]]
+
+
+def solve(factors: Mapping[Hashable, Tensor], solver: str) -> Solved:
+    """Decomposes factors, stacks of them at once."""
+    return solve_eigen(factors) if solver == "eigen" else solve_inverse(factors)
 
 
 def solve_eigen(factors: Mapping[Hashable, Tensor]) -> Solved:

@@ -1,0 +1,140 @@
+"""Decompositions cut into pieces that can be made anywhere: in another thread, process or machine."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.solve.solver import Side, Solved, solve
+
+# Small factors go together up to this many elements: a piece of their own would cost more than it takes.
+_PIECE = 2**18
+# Of the residual of a probe, beside what rounding explains.
+_TOLERANCE = 1e-2
+
+
+class GarbageError(RuntimeError):
+    """What came back is no decomposition of what was sent."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Dense factors (stack, n, n) to be decomposed by one worker, with what names them."""
+
+    solver: str
+    keys: tuple[Hashable, ...]
+    factors: tuple[Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factors are, and the solutions must get to."""
+        return self.factors[0].device
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One solved factor, and which of its stack failed in every way."""
+
+    side: Side
+    failed: list[bool]
+
+
+def cut(factors: Mapping[Hashable, Tensor], solver: str) -> list[Task]:
+    """Dense factors as tasks, the largest first: whoever is free takes the next."""
+    pieces: list[list[Hashable]] = []
+    room = 0
+    for key in sorted(factors, key=lambda one: -factors[one].numel()):
+        size = factors[key].numel()
+        if size > room:
+            pieces.append([])
+            room = max(_PIECE, size)
+        pieces[-1].append(key)
+        room -= size
+    return [Task(solver, tuple(keys), tuple(factors[key] for key in keys)) for keys in pieces]
+
+
+def solve_tensors(solver: str, factors: Sequence[Tensor]) -> list[Solution]:
+    """The work itself."""
+    with torch.no_grad():
+        result: Solved = solve(dict(enumerate(factors)), solver)
+    return [Solution(result.sides[number], result.failed[number]) for number in range(len(factors))]
+
+
+def pack(task: Task) -> bytes:
+    """A task as bytes, for other processes and machines."""
+    return _saved({"solver": task.solver, "factors": [factor.cpu() for factor in task.factors]})
+
+
+def solve_packed(payload: bytes) -> bytes:
+    """What a worker does, from bytes to bytes: `concurrent.futures.Executor.submit(solve_packed, payload)`."""
+    given = _loaded(payload)
+    found = solve_tensors(given["solver"], given["factors"])
+    return _saved([(one.side.matrix, one.side.values, one.failed) for one in found])
+
+
+def unpack(payload: bytes) -> list[Solution]:
+    """The solutions that a worker has sent."""
+    try:
+        return [Solution(Side(matrix, values), failed) for matrix, values, failed in _loaded(payload)]
+    except Exception as error:
+        raise GarbageError(f"the answer cannot be read ({error})") from error
+
+
+def check(task: Task, solutions: Sequence[Solution]) -> None:
+    """Refuses what is no decomposition of the task's factors: of another form, not finite, or wrong on a probe."""
+    if len(solutions) != len(task.factors):
+        raise GarbageError(f"{len(solutions)} decompositions came back for {len(task.factors)} factors")
+    for factor, solution in zip(task.factors, solutions, strict=True):
+        _check_form(factor, solution, task.solver)
+        good = [index for index, failed in enumerate(solution.failed) if not failed]
+        if good and not bool(_residual_is_small(factor[good], solution.side, good, task.solver)):
+            raise GarbageError(f"a decomposition of size {factor.shape[-1]} is wrong")
+
+
+def _check_form(factor: Tensor, solution: Solution, solver: str) -> None:
+    matrix, values = solution.side.matrix, solution.side.values
+    expected = [(matrix, factor.shape), (values, factor.shape[:2] if solver == "eigen" else None)]
+    for part, shape in expected:
+        fits = part is None if shape is None else isinstance(part, Tensor) and part.shape == shape
+        if not fits or (part is not None and part.dtype != factor.dtype):
+            raise GarbageError(f"a decomposition of size {factor.shape[-1]} has another form than its factor")
+    flags = solution.failed
+    if len(flags) != factor.shape[0] or not all(isinstance(flag, bool) for flag in flags):
+        raise GarbageError("a decomposition does not say which of its stack failed")
+
+
+def _residual_is_small(factor: Tensor, side: Side, good: list[int], solver: str) -> Tensor:
+    """F x against Q Λ Qᵀ x, or F F⁻¹ x against x, for one vector x: n² operations."""
+    assert side.matrix is not None, "a dense factor has a dense solution"
+    matrix, size = side.matrix[good], factor.shape[-1]
+    # Signs without a period: no eigenvector of anything that comes up.
+    signs = (torch.arange(size, device=factor.device, dtype=torch.float64) ** 2 * 0.7548776662466927).cos().sign()
+    probe = signs.to(factor.dtype).reshape(1, size, 1).expand(len(good), size, 1)
+    norm = torch.linalg.vector_norm
+    rounding = 10 * size * torch.finfo(factor.dtype).eps
+    if solver == "eigen":
+        assert side.values is not None, "an eigenbasis has eigenvalues"
+        found = matrix @ (side.values[good].unsqueeze(-1) * (matrix.mT @ probe))
+        wanted = factor @ probe
+        bound = (_TOLERANCE + rounding) * norm(factor, dim=(-2, -1)) + torch.finfo(factor.dtype).tiny
+    else:
+        once = matrix @ probe
+        found, wanted = factor @ once, probe
+        bound = _TOLERANCE + rounding * norm(factor, dim=(-2, -1)) * norm(once, dim=(-2, -1)) / size**0.5
+    error = norm(found - wanted, dim=(-2, -1)) / size**0.5
+    return (torch.isfinite(error) & (error <= bound)).all()
+
+
+def _saved(content: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def _loaded(payload: bytes) -> Any:
+    return torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
