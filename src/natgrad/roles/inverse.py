@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -46,6 +46,9 @@ def serve(role: Role, *, threads: int | None = None) -> bool:
         while True:
             order = _Order(wire, wire.receive())
             tasks.put(order)
+            while not wait([order.answer], _LOOK).done:
+                if post.over:
+                    return
             status, content = order.answer.result()
             wire.send(status)
             wire.send(content)
@@ -168,6 +171,7 @@ class InverseWorkers(Executor):
             try:
                 while (task := self._next(wire)) is not None:
                     self._ask(wire, task)
+                    task = None  # done: not to be given back
                 return
             except OSError as error:
                 self._forget(way)

@@ -78,8 +78,9 @@ class Post:
         for wire in guests.values():
             if wire is not None:
                 wire.cut()
+        until = time.monotonic() + SHAKE  # by then a handshake has failed, too
         for thread in guests:
-            thread.join(SHAKE)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _let_in(self, plugged: socket) -> None:
         thread = threading.Thread(target=self._talk, args=(plugged,), daemon=True, name="natgrad guest")

@@ -1,7 +1,8 @@
 """Messages over TCP: bytes in, bytes out. Nothing that arrives is ever unpickled, and nothing waits for ever.
 
-Framing and handshake are those of `multiprocessing.connection`: four bytes of length, eight more where a message is of
-2 GiB or longer, and both sides prove that they know the key of the run before anything else is said.
+Framing and handshake are those of `multiprocessing.connection`: both sides prove that they know the key of the run
+before anything else is said. It asks for room for all that is still to come at every read, which makes long messages
+slow: they go in pieces, after one that tells how long they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SHAKE = 5.0
 STALL = 30.0
 """Seconds without a single byte in the middle of a message."""
 
+_LENGTH = struct.Struct("!Q")
+_PIECE = 2**20  # bytes
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 
 
@@ -44,7 +47,9 @@ class Wire:
     def send(self, payload: bytes) -> None:
         """Sends a message. Waits as long as the other side takes some of it now and then."""
         try:
-            self._connection.send_bytes(payload)
+            self._connection.send_bytes(_LENGTH.pack(len(payload)))
+            for start in range(0, len(payload), _PIECE):
+                self._connection.send_bytes(payload, start, min(_PIECE, len(payload) - start))
         except Exception as error:
             raise _told(error) from error
 
@@ -53,10 +58,15 @@ class Wire:
         try:
             if not self._connection.poll(timeout):
                 raise TimeoutError(f"no answer within {timeout:g} s")
-            return self._connection.recv_bytes()
+            (missing,) = _LENGTH.unpack(self._connection.recv_bytes(_LENGTH.size))
+            pieces = []
+            while missing > 0:
+                pieces.append(self._connection.recv_bytes(_PIECE))
+                missing -= len(pieces[-1])
+            return b"".join(pieces)
         except TimeoutError:
             raise
-        except Exception as error:  # a length that nobody has memory for is one, too
+        except Exception as error:  # no memory is one, too
             raise _told(error) from error
 
     @property
