@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +57,10 @@ class Watched:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no GPU, which other tests may have used in this process."""
     monkeypatch.setattr(supervise, "_PAUSE", 0.02)
+    monkeypatch.setattr(supervise, "_spoilt", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
 def for_ever(incarnation: int) -> None:
@@ -149,8 +153,23 @@ def test_cuda_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match=r"call natgrad\.roles\.take\(\) first in the script"):
         supervise.supervised(WHO)
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match=r"call natgrad\.roles\.take\(\) first in the script"):
         supervise.supervised(WHO)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.backends.cuda.is_built() or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("asked", ["pass", "torch.cuda.is_available()", "torch.zeros(1).cuda()"])
+def test_a_worker_has_the_gpu_unless_somebody_asked_for_it_before(asked: str) -> None:
+    script = f"import torch\n{asked}\nfrom natgrad.roles.supervise import supervised\n"
+    script += "supervised('stats worker 0')\nprint(torch.ones(2).cuda().sum().item())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    if asked == "pass":
+        assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+    else:
+        assert done.returncode == 1
+        assert "call natgrad.roles.take() first in the script" in done.stderr
