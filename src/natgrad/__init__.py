@@ -22,7 +22,7 @@ Vocabulary
     stack       several equal matrices handled as one: groups of a convolution, layers of one shape
 """
 
-from natgrad import models, optim, schedules
+from natgrad import models, optim, roles, schedules
 from natgrad.averaging import PolyakAverage
 from natgrad.clock import Clock
 from natgrad.dcp import read_dcp
@@ -58,5 +58,6 @@ __all__ = [
     "models",
     "optim",
     "read_dcp",
+    "roles",
     "schedules",
 ]

@@ -26,10 +26,15 @@ from natgrad.overlap.turns import Turns
 from natgrad.parameters import any_nonzero
 from natgrad.passes import Pass
 from natgrad.precondition.preconditioner import Preconditioner
+from natgrad.roles.deliveries import Deliveries
 from natgrad.settings import Settings
 from natgrad.solve.solver import Side
 from natgrad.together import Agreed, Together
-from natgrad.window import Window
+from natgrad.window import Elsewhere, Window
+
+
+PATIENCE = 5
+"""How often statistics may be due and not have come from stats workers before ranks take them again."""
 
 
 @dataclass
@@ -61,6 +66,8 @@ class Curvature:
         follows_damping: bool,
         jobs: Jobs | None = None,
         turns: Turns | None = None,
+        deliveries: Deliveries | None = None,
+        parameters: Mapping[str, Tensor],
     ) -> None:
         self.step = 0
         self.factors_at: int | None = None
@@ -81,6 +88,10 @@ class Curvature:
         self._follows_damping = follows_damping
         self.jobs = jobs  # decompositions beside training
         self._turns = turns  # whose decomposition is when, where not all are at once
+        self.deliveries = deliveries  # of stats workers, on ranks that compute no statistics while these do
+        self._parameters = parameters
+        self._asked_at = 0  # the step in which deliveries were last looked for
+        self._in_vain = 0  # how often in a row none had come, on any rank
         self._at_work = False
         self._early: _Early | None = None
         self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
@@ -115,37 +126,38 @@ class Curvature:
         """Watches the next forward pass, if it is one to take statistics of."""
         last = self.factors_at
         interval = self._settings.factor_interval.at(self.step) if interval is None else interval
-        if last is None or self.step - last >= interval:
+        helped = self.deliveries is not None and self._in_vain < PATIENCE
+        if last is None or (self.step - last >= interval and not helped):
             self._watch.arm()
+
+    def awaits_delivery(self) -> bool:
+        """Whether statistics are due in this step that stats workers take."""
+        if self.deliveries is None or self._watch.armed or self.factors_at is None:
+            return False
+        return self.step - max(self.factors_at, self._asked_at) >= self._settings.factor_interval.at(self.step)
 
     def take_statistics(self, gradients: Mapping[str, Tensor | None], now: Now, usable: Tensor | None) -> bool:
         """Moves the running averages by what came in; False where nothing did and nothing was to be expected."""
         window = self._window
+        early = self._drop_early()
+        delivered = self._receive()
         terms, ignored, complete, elsewhere = window.terms, window.ignored, True, None
         pace = 0.0
-        early = self._drop_early()
         if self._together is not None:
-            agreed = self._agree(self._together) if early is None else early.agreed
+            agreed = self._agree(self._together, delivered) if early is None else early.agreed
             terms, ignored, complete = agreed.terms, agreed.ignored, agreed.complete
-            elsewhere, pace = agreed.elsewhere, agreed.pace
+            elsewhere, pace, delivered = agreed.elsewhere, agreed.pace, agreed.delivered
         elif self._turns is not None:
             pace = self._turns.told()
+        if self.deliveries is not None and self._note_delivery(delivered) and terms == 0:
+            window.close()
+            return True
         if terms == 0:
             return self._go_without(gradients, ignored)
         if self._together is None:
             complete = window.finish()
-        missing = [
-            block.names[0]
-            for block in window.without_statistics(elsewhere)
-            if any_nonzero(gradients[layout.name] for layout in block.layouts)
-        ]
-        if missing:
-            raise RuntimeError(
-                f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
-                "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
-                "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
-                "the loss looks at?"
-            )
+        if not delivered:  # what has a gradient here need not have been used there
+            self._refuse_missing(gradients, elsewhere)
         refused = window.commit(self.step, now.decay, usable, elsewhere)
         if self._together is not None:
             self._together.spread.next_turn()
@@ -162,9 +174,52 @@ class Curvature:
             self._turns.moved(self.step, now, self._registry, self.preconditioner, pace)
         return True
 
-    def _agree(self, together: Together) -> Agreed:
+    def _receive(self) -> bool:
+        """Adds what this rank's stats workers have sent; whether they have."""
+        if self.deliveries is None:
+            return False
+        steps = self.deliveries.receive(self._window, self._parameters)
+        if steps:
+            self._metrics.delivery_age = self.step - max(steps)
+        return bool(steps)
+
+    def _note_delivery(self, delivered: bool) -> bool:
+        """Whether statistics were looked for that others take; tells when they have not come for long."""
+        assert self.deliveries is not None, "there are stats workers"
+        awaited = not self._watch.armed
+        if delivered or awaited:
+            self._asked_at = self.step
+            self._in_vain = 0 if delivered else self._in_vain + 1
+        if self._in_vain == PATIENCE and awaited:
+            self._warner.tell(
+                f"no statistics have come from stats workers since step {self.factors_at}: from step {self.step} on "
+                "the ranks that train take them, until others come again"
+            )
+        return awaited
+
+    def _refuse_missing(self, gradients: Mapping[str, Tensor | None], elsewhere: Elsewhere | None) -> None:
+        missing = [
+            block.names[0]
+            for block in self._window.without_statistics(elsewhere)
+            if any_nonzero(gradients[layout.name] for layout in block.layouts)
+        ]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)}: a gradient but no statistics in this step. Was it used outside the model's "
+                "forward pass? kfac.capture(loss) before loss.backward() sees all of a loss; exclude= leaves a "
+                "parameter to the optimizer. With fisher='sampled' or 'exact': does predictive= name every output that "
+                "the loss looks at?"
+            )
+
+    def tell_news(self) -> None:
+        """Passes on what happened to helpers."""
+        if self.deliveries is not None:
+            while not self.deliveries.news.empty():
+                self._warner.tell(f"{self.deliveries.news.get()} (step {self.step})")
+
+    def _agree(self, together: Together, delivered: bool = False) -> Agreed:
         pace = 0.0 if self._turns is None else self._turns.told()
-        return together.agree_on_statistics(self.step, self._window, pace)
+        return together.agree_on_statistics(self.step, self._window, pace, delivered)
 
     def _go_without(self, gradients: Mapping[str, Tensor | None], ignored: bool) -> bool:
         """Nothing came in, on any rank: whether the step counts nevertheless."""
@@ -188,7 +243,7 @@ class Curvature:
         the step's statistics are taken: should it not come, or more come before it, nothing has happened.
         """
         together, window = self._together, self._window
-        if together is None or not self._watch.armed or not together.expects_no_more or not window.is_all:
+        if together is None or self.deliveries is not None or not self._watch.armed or not together.expects_no_more or not window.is_all:
             return
         now = self._settings.at(self.step)
         if not self._is_due(now):

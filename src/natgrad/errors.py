@@ -22,3 +22,7 @@ class Warner:
             self._given.add(topic)
             message = f"natgrad: {text.format(step=self.step)} (warned once)"
             warnings.warn(message, NatgradWarning, stacklevel=4)
+
+    def tell(self, text: str) -> None:
+        """Warns of something that may happen again, with words that say when it did."""
+        warnings.warn(f"natgrad: {text}", NatgradWarning, stacklevel=4)

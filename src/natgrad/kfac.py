@@ -60,7 +60,7 @@ from natgrad.update import Update, names
 from natgrad.window import FISHERS, Window, checked_accumulation
 
 # Arguments that need not be the same on all ranks.
-_OF_A_RANK = ("self", "model", "optimizer", "grad_scaler", "generator", "loss_terms")
+_OF_A_RANK = ("self", "model", "optimizer", "grad_scaler", "generator", "loss_terms", "roles")
 _DEFAULT_RULE = {"eigen": "joint", "inverse": "pi"}
 
 
@@ -134,6 +134,8 @@ class KFAC:
         max_overhead: with ``"staggered"``, the part of training's time that decompositions may take: layers that have
             moved most go first.
         max_staleness: with ``"background"``, the age in steps at which a decomposition is waited for.
+        roles: what `natgrad.roles.take` has returned: stats workers take the statistics, and inverse workers make the
+            decompositions in the background, in place of the ranks that train.
     """
 
     @announced
@@ -177,6 +179,7 @@ class KFAC:
         delay: int | str | None = None,
         max_overhead: float | None = None,
         max_staleness: int | None = None,
+        roles: Role | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _OF_A_RANK}
         if not isinstance(model, nn.Module):
@@ -222,6 +225,8 @@ class KFAC:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
         spreading = checked_strategy(strategy, grad_worker_fraction)
+        news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        overlap = checked_roles(roles, fisher, overlap, news.put)
         overlapping = checked_overlap(overlap, delay, max_overhead, max_staleness)
         replicated = replicas(model)
         ranks = 1 if replicated is None else replicated.process_group.size()
@@ -310,6 +315,8 @@ class KFAC:
             follows_damping=adaptive is not None,
             jobs=self._new_jobs(overlapping, solver),
             turns=self._new_turns(overlapping),
+            deliveries=deliveries_of(roles, innermost(model), news),
+            parameters=self._parameters,
         )
         self._watch.arm()
 
@@ -482,7 +489,8 @@ class KFAC:
             self._do_step(now, gradients, usable)
 
     def _do_step(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
-        if self._watch.armed:
+        self._curvature.tell_news()
+        if self._watch.armed or self._curvature.awaits_delivery():
             with self.clock.part("statistics"):
                 came_in = self._curvature.take_statistics(gradients, now, usable)
             if not came_in:
@@ -506,6 +514,8 @@ class KFAC:
         if not self._control.waiting:
             self.targets = None  # the next batch has its own
         self._curvature.arm_if_due(now.next_factor_interval)
+        if self._curvature.deliveries is not None:
+            self._curvature.deliveries.send_if_due(self._step, now.next_factor_interval)
 
     # Ranks with fewer batches
 

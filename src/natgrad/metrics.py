@@ -34,6 +34,7 @@ class Metrics:
     skipped_steps: int | Tensor = 0
     background_failures: int = 0
     late_decompositions: int = 0
+    delivery_age: int | None = None  # steps that the parameters of a stats worker's last statistics were behind
 
     def snapshot(
         self, preconditioner: Preconditioner, *, step: int, factors_at: int | None

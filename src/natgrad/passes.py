@@ -272,7 +272,7 @@ class Pass:
                 self._keep_inputs(number, (), rows[number])
             self._keep_output(number, moment, rows[number])
         nodes = dict.fromkeys([*anchors, *(one.node for one in found)])
-        self.handles += [node.register_prehook(lambda _: self._count()) for node in nodes]
+        self.handles += [node.register_prehook(lambda _: self.count()) for node in nodes]
 
     def _wants(self, use: Use) -> list[bool]:
         """Which sides of a use are to be computed here: all, where its block is not known yet."""
@@ -302,7 +302,8 @@ class Pass:
 
         self._waiting.append(deliver)
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Adds what our own backward passes have found."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             taps = self._begin()

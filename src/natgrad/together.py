@@ -76,7 +76,7 @@ WAIT = 60.0
 @dataclass(frozen=True)
 class Agreed:
     """What came in on all ranks together. `ignored`: somewhere a batch came by of which nothing counts. `pace`: a
-    number of the first rank's.
+    number of the first rank's. `delivered`: some of it comes from stats workers.
     """
 
     terms: float
@@ -84,6 +84,7 @@ class Agreed:
     ignored: bool
     elsewhere: Elsewhere
     pace: float
+    delivered: bool
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Together:
 
     # Statistics
 
-    def agree_on_statistics(self, step: int, window: Window, pace: float) -> Agreed:
+    def agree_on_statistics(self, step: int, window: Window, pace: float, delivered: bool) -> Agreed:
         """Finishes the window and compares notes: which blocks there are, which had statistics anywhere. A rank that
         cannot go on says so, and none does.
         """
@@ -163,6 +164,7 @@ class Together:
             "idle": idle,
             "empty": empty,
             "pace": pace,
+            "delivered": delivered,
             "problem": "" if problem is None else f"{type(problem).__name__}: {problem}",
         }
         told = self.channel.meet(place, facts)
@@ -188,6 +190,7 @@ class Together:
             any(one["ignored"] for one in told),
             elsewhere,
             told[0]["pace"],
+            any(one["delivered"] for one in told),
         )
 
     @property

@@ -95,6 +95,7 @@ class Window:
         self._open: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._by_hand: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._counted: list[Pass] = []
+        self._delivered = 0.0  # loss terms that stats workers have counted
         self._claimed: set[tuple[str, int]] = set()
 
     def observe(
@@ -330,7 +331,17 @@ class Window:
         """Loss terms of all passes that counted; 0 where none did."""
         by_kind = {how: [p.terms for p in self._counted if p.kind == how] for how in (OWN, STEP, CONNECTED)}
         # What a connected pass goes on from has counted too, unless no gradient got there.
-        return sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
+        own = sum(by_kind[OWN]) + max(by_kind[STEP], default=0) or max(by_kind[CONNECTED], default=0)
+        return own + self._delivered
+
+    def accept(self, terms: float) -> None:
+        """Somebody else's statistics have been added to the blocks' own."""
+        self._delivered += terms
+
+    def count(self) -> None:
+        """Counts the passes of a sampled or exact Fisher without a backward of the user's coming by."""
+        for current in list(self._open):
+            current.count()
 
     @property
     def backwards(self) -> int:
@@ -412,6 +423,7 @@ class Window:
 
     def _discard(self) -> None:
         self._counted = []
+        self._delivered = 0.0
         self._claimed.clear()
         for block in self.registry:
             for orientation in block.orientations:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.packets import packed, unpacked
 from natgrad.solve.solver import Side, Solved, solve
 
 # Small factors go together up to this many elements: a piece of their own would cost more than it takes.
@@ -67,20 +66,20 @@ def solve_tensors(solver: str, factors: Sequence[Tensor]) -> list[Solution]:
 
 def pack(task: Task) -> bytes:
     """A task as bytes, for other processes and machines."""
-    return _saved({"solver": task.solver, "factors": [factor.cpu() for factor in task.factors]})
+    return packed({"solver": task.solver, "factors": [factor.cpu() for factor in task.factors]})
 
 
 def solve_packed(payload: bytes) -> bytes:
     """What a worker does, from bytes to bytes: `concurrent.futures.Executor.submit(solve_packed, payload)`."""
-    given = _loaded(payload)
+    given = unpacked(payload)
     found = solve_tensors(given["solver"], given["factors"])
-    return _saved([(one.side.matrix, one.side.values, one.failed) for one in found])
+    return packed([(one.side.matrix, one.side.values, one.failed) for one in found])
 
 
 def unpack(payload: bytes) -> list[Solution]:
     """The solutions that a worker has sent."""
     try:
-        return [Solution(Side(matrix, values), failed) for matrix, values, failed in _loaded(payload)]
+        return [Solution(Side(matrix, values), failed) for matrix, values, failed in unpacked(payload)]
     except Exception as error:
         raise GarbageError(f"the answer cannot be read ({error})") from error
 
@@ -129,13 +128,3 @@ def _residual_is_small(factor: Tensor, side: Side, good: list[int], solver: str)
     error = norm(found - wanted, dim=(-2, -1)) / size**0.5
     small: Tensor = (torch.isfinite(error) & (error <= bound)).all()
     return small
-
-
-def _saved(content: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-def _loaded(payload: bytes) -> Any:
-    return torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")

@@ -1,0 +1,142 @@
+"""Statistics that a stats worker has taken, on their way into the running averages of those who train."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.blocks.registry import Registry
+from natgrad.distribute.packing import packed as folded
+from natgrad.distribute.packing import unpacked as unfolded
+from natgrad.distribute.union import factor_names, orientation_names, outline, unite
+from natgrad.overlap.pool import DaemonPool
+from natgrad.packets import packed, unpacked
+from natgrad.roles.role import Role
+from natgrad.roles.stats import Line
+from natgrad.window import Window
+
+
+def pack_statistics(window: Window, step: int) -> bytes:
+    """What a window has counted, as bytes; `step` is that of the parameters that it was counted with."""
+    registry = window.registry
+    factors = factor_names(registry)
+    return packed(
+        {
+            "step": step,
+            "terms": window.terms,
+            "blocks": outline(registry),
+            "rows": {name: float(o.pending_rows) for name, o in orientation_names(registry) if o.has_pending},
+            "factors": {
+                name: (folded(factor.pending).cpu(), float(factor.pending_rows))
+                for name, factor in factors.items()
+                if factor.pending is not None
+            },
+        }
+    )
+
+
+def unpack_statistics(payload: bytes, window: Window, parameters: Mapping[str, Tensor]) -> int:
+    """Adds what a stats worker has counted to what this window has; returns the step of its parameters. Both sums and
+    counts are linear, so that a mean over all rows comes out.
+    """
+    registry = window.registry
+    content = unpacked(payload)
+    if content["blocks"] != outline(registry):
+        unite(registry, [outline(registry), content["blocks"]], parameters)
+    orientations, factors = dict(orientation_names(registry)), factor_names(registry)
+    _refuse_misfit(content, orientations, factors)
+    for name, rows in content["rows"].items():
+        orientations[name].add_rows(rows)
+    for name, (flat, rows) in content["factors"].items():
+        total = factors[name].sum
+        factors[name].add(unfolded(flat.to(total), total.shape), rows)
+    window.accept(content["terms"])
+    step: int = content["step"]
+    return step
+
+
+def _refuse_misfit(content: Mapping[str, Any], orientations: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
+    unknown = [*(content["rows"].keys() - orientations.keys()), *(content["factors"].keys() - factors.keys())]
+    if unknown:
+        raise RuntimeError(
+            f"a stats worker has statistics of {unknown[0]}, which is not among the blocks here: construct its KFAC "
+            "with the same options"
+        )
+
+
+class Deliveries:
+    """A gradient rank's stats workers: parameters go out, statistics come in. Nothing here waits.
+
+    `news` are lines about workers that are lost or back, to be told by who takes steps.
+    """
+
+    def __init__(self, role: Role, model: nn.Module, *, send_every: int | None) -> None:
+        self.send_every = send_every
+        self.received = 0
+        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._model = model
+        self._lines = [Line(role, index, on_change=self.news.put) for index in role.helpers]
+        self._sender = DaemonPool(1, torch_threads=1, name="natgrad-parameters")
+        self._sent_at: int | None = None
+
+    @property
+    def alive(self) -> int:
+        """How many of this rank's stats workers are connected."""
+        return sum(line.alive for line in self._lines)
+
+    def receive(self, window: Window, parameters: Mapping[str, Tensor]) -> list[int]:
+        """Takes in what has come; the steps of the parameters that it was counted with."""
+        steps = []
+        for line in self._lines:
+            while (payload := line.receive()) is not None:
+                steps.append(unpack_statistics(payload, window, parameters))
+        self.received += len(steps)
+        return steps
+
+    def send_if_due(self, step: int, interval: int) -> None:
+        """Sends the present parameters, where it is time."""
+        every = interval if self.send_every is None else self.send_every
+        if not self._lines or (self._sent_at is not None and step - self._sent_at < every):
+            return
+        self._sent_at = step
+        # Copies on the device now; to the host, and on the way, beside training.
+        state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        first = next(iter(state.values()))
+        ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
+        self._sender.submit(self._send, step, state, ready)
+
+    def _send(self, step: int, state: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        payload = packed({name: value.cpu() for name, value in state.items()})
+        for line in self._lines:
+            line.send(step, payload)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._sender.shutdown(wait=False)
+        for line in self._lines:
+            line.close()
+
+
+def count(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:
+    """Runs the model on a batch: on its inputs, where it is a pair of inputs and targets."""
+    if forward is not None:
+        return forward(model, batch)
+    inputs = batch[0] if isinstance(batch, Sequence) and not isinstance(batch, str) else batch
+    return model(inputs)
+
+
+def endless(batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches again and again."""
+    while True:
+        some = False
+        for batch in batches:
+            some = True
+            yield batch
+        if not some:
+            raise ValueError("a stats worker needs batches: the iterable was empty, or can be gone through only once")
