@@ -32,7 +32,6 @@ from natgrad.solve.solver import Side
 from natgrad.together import Agreed, Together
 from natgrad.window import Elsewhere, Window
 
-
 PATIENCE = 5
 """How often statistics may be due and not have come from stats workers before ranks take them again."""
 
@@ -211,12 +210,6 @@ class Curvature:
                 "the loss looks at?"
             )
 
-    def tell_news(self) -> None:
-        """Passes on what happened to helpers."""
-        if self.deliveries is not None:
-            while not self.deliveries.news.empty():
-                self._warner.tell(f"{self.deliveries.news.get()} (step {self.step})")
-
     def _agree(self, together: Together, delivered: bool = False) -> Agreed:
         pace = 0.0 if self._turns is None else self._turns.told()
         return together.agree_on_statistics(self.step, self._window, pace, delivered)
@@ -243,7 +236,9 @@ class Curvature:
         the step's statistics are taken: should it not come, or more come before it, nothing has happened.
         """
         together, window = self._together, self._window
-        if together is None or self.deliveries is not None or not self._watch.armed or not together.expects_no_more or not window.is_all:
+        if together is None or self.deliveries is not None or not self._watch.armed:
+            return
+        if not together.expects_no_more or not window.is_all:
             return
         now = self._settings.at(self.step)
         if not self._is_due(now):

@@ -46,6 +46,9 @@ from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
 from natgrad.report import NOT_YET, Report, build_report
+from natgrad.roles.helpers import Helpers, refuse_role, take_statistics, with_inverse_workers
+from natgrad.roles.role import Role
+from natgrad.roles.stats import Desk
 from natgrad.settings import Settings
 from natgrad.solve.damping import RULES
 from natgrad.solve.solver import SOLVERS
@@ -225,8 +228,14 @@ class KFAC:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
         spreading = checked_strategy(strategy, grad_worker_fraction)
-        news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        overlap = checked_roles(roles, fisher, overlap, news.put)
+        self._helpers: Helpers | None = None
+        self._role = roles
+        if roles is not None:
+            refuse_role(roles, fisher)
+            if roles.trains and roles.stats + roles.inverse:
+                self._helpers = Helpers(roles, innermost(model))
+                if self._helpers.inverse is not None:
+                    overlap = with_inverse_workers(overlap, self._helpers.inverse)
         overlapping = checked_overlap(overlap, delay, max_overhead, max_staleness)
         replicated = replicas(model)
         ranks = 1 if replicated is None else replicated.process_group.size()
@@ -251,6 +260,7 @@ class KFAC:
                 "TrustRegion(of='step') measures steps with factors, and on several ranks solver='inverse' leaves them "
                 "apart: use solver='eigen'"
             )
+        self._model = innermost(model)
         self._parameters = named_parameters(model)
         choices = make_choices(self._parameters, sharing, batch_axis, doubly_factored, doubly_factored_above, vectors)
         self._link = Link(self._parameters, optimizer, rate)
@@ -315,7 +325,7 @@ class KFAC:
             follows_damping=adaptive is not None,
             jobs=self._new_jobs(overlapping, solver),
             turns=self._new_turns(overlapping),
-            deliveries=deliveries_of(roles, innermost(model), news),
+            deliveries=None if self._helpers is None else self._helpers.deliveries,
             parameters=self._parameters,
         )
         self._watch.arm()
@@ -489,7 +499,8 @@ class KFAC:
             self._do_step(now, gradients, usable)
 
     def _do_step(self, now: Now, gradients: Mapping[str, Tensor | None], usable: Tensor | None) -> None:
-        self._curvature.tell_news()
+        if self._helpers is not None:
+            self._helpers.tell(self._warner)
         if self._watch.armed or self._curvature.awaits_delivery():
             with self.clock.part("statistics"):
                 came_in = self._curvature.take_statistics(gradients, now, usable)
@@ -516,6 +527,22 @@ class KFAC:
         self._curvature.arm_if_due(now.next_factor_interval)
         if self._curvature.deliveries is not None:
             self._curvature.deliveries.send_if_due(self._step, now.next_factor_interval)
+
+    # Helpers
+
+    def help(self, batches: Iterable[Any], *, forward: Callable[[nn.Module, Any], Any] | None = None) -> None:
+        """On a stats worker (`natgrad.roles`), in place of a training loop: receives parameters, takes statistics of
+        its own batches with them, and sends these to the ranks that train, until training is over.
+
+        `batches` can be gone through again and again. `forward` runs the model on one; by default on its first part.
+        """
+        if self._role is None or self._role.name != "stats":
+            raise RuntimeError("help() is for stats workers: KFAC(model, roles=role) where role.name is 'stats'")
+        desk = Desk(self._role)
+        try:
+            take_statistics(desk, self._model, self._window, self._watch.arm, batches, forward)
+        finally:
+            desk.close()
 
     # Ranks with fewer batches
 
@@ -715,12 +742,18 @@ class KFAC:
         ``decompositions`` (how many so far), ``background_failures`` (decompositions beside training that failed,
         hung or were wrong, and were made again), ``late_decompositions`` (requests that had to be waited for when due).
 
+        With helpers (`roles`) there are ``stats_workers`` and ``inverse_workers`` (connected to this rank),
+        ``deliveries`` (statistics that have come), ``delivery_age`` (how many steps the last one's parameters were
+        behind).
+
         On several ranks these are this rank's, and there are bytes and calls of every kind of message:
         ``factors_bytes``, ``factors_calls`` and so on.
         """
         numbers = self._metrics.snapshot(self._preconditioner, step=self._step, factors_at=self._curvature.factors_at)
         if self._control.adapts:
             numbers["reduction_ratio"] = self._control.ratio
+        if self._helpers is not None:
+            numbers |= {"delivery_age": self._metrics.delivery_age, **self._helpers.counters()}
         return numbers if self._together is None else {**numbers, **self._together.counters()}
 
     def layers(self, *, alone: bool = False) -> list[LayerMetrics]:

@@ -22,7 +22,8 @@ from natgrad.compare.history import HistoryError
 from natgrad.compare.worker import WorkerError
 from natgrad.data import DataError
 from natgrad.recipes import RecipeError
-from natgrad.training import ranks
+from natgrad.roles import Role, take
+from natgrad.training import helping, ranks
 from natgrad.training.checkpoints import CheckpointError
 from natgrad.training.ranks import DeviceError, LostError
 from natgrad.training.run import RunError, new_folder, run
@@ -76,11 +77,18 @@ def train(
     bf16: Bf16 = False,
     compile: Compile = False,
     channels_last: ChannelsLast = False,
+    stats_workers: Annotated[
+        int, typer.Option(help="Processes that take the statistics in place of those that train.", min=0)
+    ] = 0,
+    inverse_workers: Annotated[
+        int, typer.Option(help="Processes that decompose the factors beside training.", min=0)
+    ] = 0,
 ) -> None:
     """Train a recipe: one process here, or under torchrun on as many as it starts.
 
     Ctrl-C saves and stops; go on with `natgrad train FOLDER --resume`. Several GPUs:
-    `torchrun --nproc-per-node 4 -m natgrad train RECIPE`.
+    `torchrun --nproc-per-node 4 -m natgrad train RECIPE`. Helpers are started with it, or are the last of torchrun's
+    processes.
     """
     console = Console(highlight=False)
     with errors_told():
@@ -91,14 +99,29 @@ def train(
             name = str(folder / "recipe.toml")
         plan = recipes.load(name, changes)
         label = recipes.label(name)
+        role = None
+        if stats_workers + inverse_workers > 0:
+            plan = helping.with_helpers(plan, stats=stats_workers, inverse=inverse_workers)
+            helping.start_under_torchrun(1 + stats_workers + inverse_workers)
+            role = _role(stats_workers, inverse_workers)
+            if not role.trains:
+                helping.take_statistics(plan, role, device)
+                return
         with ranks.started(device) as these, choose(console if these.first else Console(quiet=True)) as display:
             if (begun := these.begun()) is not None:  # torchrun has restarted the ranks
                 folder, resume = begun, True
-            finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume)
+            finished = run(plan, folder, name=label, ranks=these, listener=display, resume=resume, roles=role)
     if not finished.saved:
         raise typer.Exit(1)
     if finished.reason != "finished":
         raise typer.Exit(128 + signal.Signals[finished.reason])
+
+
+def _role(stats: int, inverse: int) -> Role:
+    try:
+        return take(stats=stats, inverse=inverse)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(str(error)) from error
 
 
 @app.command("recipes")

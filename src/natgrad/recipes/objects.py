@@ -25,6 +25,7 @@ from natgrad.models import ChunkedBatchNorm2d
 from natgrad.recipes.muon import Muon
 from natgrad.recipes.schema import KFACOptions, ModelOptions, OptimizerOptions, Recipe
 from natgrad.recipes.values import RecipeError, bounded, nearest
+from natgrad.roles import Role
 from natgrad.trust_region.adaptive_damping import AdaptiveDamping
 from natgrad.trust_region.region import TrustRegion
 
@@ -267,10 +268,10 @@ def _warmup(path: str, value: Mapping[str, Any]) -> schedules.Schedule:
 _STRATEGY = ("strategy", "grad_worker_fraction", "share_statistics", "wire")
 
 
-def build_kfac(recipe: Recipe, model: nn.Module, *, steps_per_epoch: int) -> KFAC:
+def build_kfac(recipe: Recipe, model: nn.Module, *, steps_per_epoch: int, roles: Role | None = None) -> KFAC:
     """K-FAC on a model."""
     try:
-        return KFAC(model, **kfac_arguments(recipe, steps_per_epoch))
+        return KFAC(model, **kfac_arguments(recipe, steps_per_epoch), roles=roles)
     except RecipeError:
         raise
     except (TypeError, ValueError) as error:

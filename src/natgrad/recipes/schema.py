@@ -142,6 +142,12 @@ class KFACOptions:
     grad_worker_fraction: float | None = field(None, "part of the ranks in a hybrid's team", above=0, at_most=1)
     share_statistics: bool | None = field(None, "each rank takes the statistics of its share of the factors")
     wire: Literal["bf16"] | None = field(None, "send factors and gradients between ranks with half the bytes")
+    overlap: Literal["background", "staggered"] | None = field(None, "decompositions beside training, or in turns")
+    delay: int | Literal["ready"] | None = field(
+        None, "steps after which decompositions are taken over; or ready: when they have come", at_least=0
+    )
+    max_overhead: float | None = field(None, "part of the time that staggered ones may take", above=0, at_most=1)
+    max_staleness: int | None = field(None, "steps after which one in the background is waited for", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

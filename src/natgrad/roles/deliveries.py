@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks.registry import Registry
 from natgrad.distribute.packing import packed as folded
 from natgrad.distribute.packing import unpacked as unfolded
 from natgrad.distribute.union import factor_names, orientation_names, outline, unite
@@ -69,17 +67,14 @@ def _refuse_misfit(content: Mapping[str, Any], orientations: Mapping[str, Any], 
 
 
 class Deliveries:
-    """A gradient rank's stats workers: parameters go out, statistics come in. Nothing here waits.
-
-    `news` are lines about workers that are lost or back, to be told by who takes steps.
+    """A gradient rank's stats workers: parameters go out, statistics come in. Nothing here waits. `on_change` is told
+    of workers that are lost or back.
     """
 
-    def __init__(self, role: Role, model: nn.Module, *, send_every: int | None) -> None:
-        self.send_every = send_every
+    def __init__(self, role: Role, model: nn.Module, *, on_change: Callable[[str], None]) -> None:
         self.received = 0
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._model = model
-        self._lines = [Line(role, index, on_change=self.news.put) for index in role.helpers]
+        self._lines = [Line(role, index, on_change=on_change) for index in role.helpers]
         self._sender = DaemonPool(1, torch_threads=1, name="natgrad-parameters")
         self._sent_at: int | None = None
 
@@ -97,9 +92,8 @@ class Deliveries:
         self.received += len(steps)
         return steps
 
-    def send_if_due(self, step: int, interval: int) -> None:
+    def send_if_due(self, step: int, every: int) -> None:
         """Sends the present parameters, where it is time."""
-        every = interval if self.send_every is None else self.send_every
         if not self._lines or (self._sent_at is not None and step - self._sent_at < every):
             return
         self._sent_at = step
@@ -121,22 +115,3 @@ class Deliveries:
         self._sender.shutdown(wait=False)
         for line in self._lines:
             line.close()
-
-
-def count(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:
-    """Runs the model on a batch: on its inputs, where it is a pair of inputs and targets."""
-    if forward is not None:
-        return forward(model, batch)
-    inputs = batch[0] if isinstance(batch, Sequence) and not isinstance(batch, str) else batch
-    return model(inputs)
-
-
-def endless(batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches again and again."""
-    while True:
-        some = False
-        for batch in batches:
-            some = True
-            yield batch
-        if not some:
-            raise ValueError("a stats worker needs batches: the iterable was empty, or can be gone through only once")

@@ -117,7 +117,7 @@ def started(device: str | None = None, *, wait: timedelta = WAIT) -> Iterator[Ra
         count, local = (int(os.environ.get(*one)) for one in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     except ValueError as error:
         raise DeviceError(f"torchrun's environment variables are not numbers: {error}") from None
-    chosen = _device(device, local)
+    chosen = device_of(device, local)
     if count == 1:
         yield Ranks(device=chosen, lasting=_lasting_store(wait))
         return
@@ -177,7 +177,8 @@ def _store_of_attempt(wait: timedelta) -> dict[str, Any]:
     return {"store": PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": count}
 
 
-def _device(given: str | None, local: int) -> torch.device:
+def device_of(given: str | None, local: int, *, shared: bool = False) -> torch.device:
+    """The device that was asked for, or the local rank's own; helpers may have one together with others."""
     name = given or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -189,6 +190,8 @@ def _device(given: str | None, local: int) -> torch.device:
         raise DeviceError(f"--device {name!r}: natgrad trains on cpu or cuda")
     if not torch.cuda.is_available():
         raise DeviceError(f"--device {name!r}: this machine, or this build of torch, has no CUDA device")
+    if shared:
+        local %= torch.cuda.device_count()
     index = local if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise DeviceError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices")

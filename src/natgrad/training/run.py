@@ -21,6 +21,7 @@ from natgrad import data as data_package
 from natgrad.recipes import Recipe, to_toml
 from natgrad.recipes.objects import model_default
 from natgrad.recipes.values import as_table, flat, parsed
+from natgrad.roles import Role
 from natgrad.training import environment
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.checkpoints import load as load_checkpoint
@@ -57,11 +58,16 @@ def run(
     ranks: Ranks,
     listener: Listener,
     resume: bool = False,
+    roles: Role | None = None,
 ) -> Finished:
-    """Trains a recipe and keeps everything about it in a folder; with `resume`, goes on from its last checkpoint."""
+    """Trains a recipe and keeps everything about it in a folder; with `resume`, goes on from its last checkpoint.
+    `roles` are those of its helpers, who learn when it is over.
+    """
     folder = Path(ranks.told(str(folder)))
     _refuse_folder(folder, resume=resume)
     with ExitStack() as stack:
+        if roles is not None:
+            stack.callback(roles.close)
         everybody = Everybody([listener] if ranks.first else [])
         stop = stack.enter_context(Stop(ranks, tell=everybody.warned).listening())
         stack.enter_context(arithmetic(recipe))
@@ -69,7 +75,7 @@ def run(
         data = data_package.load(recipe.data, **serving(recipe, ranks))
         stack.callback(data.close)
         checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.training.keep)
-        trainer = Trainer(recipe, data, ranks=ranks, listener=everybody, checkpoints=checkpoints)
+        trainer = Trainer(recipe, data, ranks=ranks, listener=everybody, checkpoints=checkpoints, roles=roles)
         notes = [*_changes(folder, recipe), *_go_on(trainer, checkpoints)] if resume else []
         if ranks.first:
             _write_facts(folder, recipe, ranks, everybody, resumed=trainer.step > 0)

@@ -23,6 +23,7 @@ from natgrad.foreach import all_finite
 from natgrad.recipes.objects import build_kfac, build_model, build_optimizer, learning_rate
 from natgrad.recipes.schema import Recipe
 from natgrad.recipes.values import RecipeError
+from natgrad.roles import Role
 from natgrad.training.checkpoints import CheckpointError, Checkpoints
 from natgrad.training.events import EXCHANGE, PARTS, Evaluated, Listener, Progress
 from natgrad.training.looking import Looking
@@ -55,6 +56,7 @@ class Trainer:
         ranks: Ranks,
         listener: Listener,
         checkpoints: Checkpoints | None = None,
+        roles: Role | None = None,
     ) -> None:
         training = recipe.training
         self.recipe, self.data, self.ranks, self.listener = recipe, data, ranks, listener
@@ -83,7 +85,7 @@ class Trainer:
         self.clock = Clock(ranks.device)
         self.kfac = None
         if recipe.kfac.enabled:
-            self.kfac = build_kfac(recipe, self.running, steps_per_epoch=self.steps_per_epoch)
+            self.kfac = build_kfac(recipe, self.running, steps_per_epoch=self.steps_per_epoch, roles=roles)
             self.kfac.attach(self.optimizer)
             self.kfac.clock = self.clock
         self._looking = None if self.kfac is None else Looking(self.kfac)
