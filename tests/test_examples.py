@@ -17,7 +17,9 @@ NEEDS = {
     "accelerate_digits.py": ["sklearn", "accelerate"],
     "trainer_text.py": ["transformers", "accelerate"],
     "your_own_script.py": ["sklearn"],
+    "helpers_digits.py": ["sklearn"],
 }
+UNDER = {"helpers_digits.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]}
 LEAVES = {"your_own_script.py": ["runs"]}
 
 
@@ -31,7 +33,7 @@ def test_example_learns(name, tmp_path):
         pytest.importorskip(package)
     # Threads that wait for each other take most of the time of such small models.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(EXAMPLES / name), "--steps", "40"]
+    command = [sys.executable, *UNDER.get(name, []), str(EXAMPLES / name), "--steps", "40"]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"^loss ([\d.]+) → ([\d.]+)", done.stdout, re.MULTILINE)

@@ -1,0 +1,220 @@
+"""Statistics and decompositions that other processes make, inside K-FAC."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tests.distribute.mixed import CASES, Mixed, batches, loss_of
+from tests.ranks import run_on_ranks
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from natgrad.curvature import PATIENCE
+from natgrad.roles.deliveries import pack_statistics, unpack_statistics
+from natgrad.roles.directory import Directory
+from natgrad.roles.helpers import with_inverse_workers
+from natgrad.roles.role import Role
+
+OPTIONS = {"fisher": "exact", "factor_update_steps": 2, "inv_update_steps": 4, "lr": 0.1}
+
+
+def counted(model, inputs, **options):
+    """A stats worker's KFAC with one batch counted, and nothing committed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in a test it may live in a process that trains
+        worker = natgrad.KFAC(model, **{**OPTIONS, **options})
+    model(inputs)
+    worker._window.count()
+    worker._window.finish()
+    return worker
+
+
+class Posted:
+    """Deliveries by hand: what is in the box has come."""
+
+    def __init__(self, box=()):
+        self.box, self.received, self.sent = list(box), 0, []
+
+    def receive(self, window, parameters):
+        steps = [unpack_statistics(payload, window, parameters) for payload in self.box]
+        self.box = []
+        return steps
+
+    def send_if_due(self, step, every):
+        self.sent.append(step)
+
+
+def helped(model, deliveries, **options):
+    kfac = natgrad.KFAC(model, **{**OPTIONS, **options})
+    kfac._curvature.deliveries = deliveries
+    return kfac
+
+
+def step(model, kfac, inputs, targets):
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss_of(model(inputs), targets).backward()
+    kfac.step()
+
+
+def steps(model, kfac, data):
+    for inputs, targets in data:
+        step(model, kfac, inputs, targets)
+
+
+def factors_of(kfac):
+    return [factor.mean() for block in kfac.blocks for factor in block.factors()]
+
+
+@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+def test_a_delivery_gives_the_factors_that_the_batch_itself_would_give(fisher):
+    batch = list(batches(3))
+    options = {"factor_decay": 0.7, "fisher": fisher}
+    generators = [torch.Generator().manual_seed(5) for _ in range(3)] if fisher == "sampled" else [None] * 3
+    model = Mixed()
+    own = natgrad.KFAC(model, **{**OPTIONS, **options, "factor_update_steps": 1}, generator=generators[0])
+    step(model, own, *batch[0])
+    step(model, own, *batch[1])
+
+    posted = Posted()
+    kfac = helped(model, posted, **options, generator=generators[1])
+    step(model, kfac, *batch[0])  # the first for itself
+    generators[2].set_state(generators[1].get_state()) if fisher == "sampled" else None
+    worker = counted(Mixed(), batch[1][0], fisher=fisher, generator=generators[2])
+    payload = pack_statistics(worker._window, 1)
+    step(model, kfac, *batch[2])  # nothing is due
+    posted.box = [payload]
+    step(model, kfac, *batch[2])
+    for mine, known in zip(factors_of(kfac), factors_of(own), strict=True):
+        torch.testing.assert_close(mine, known, rtol=1e-12, atol=1e-14)
+    assert kfac._metrics.delivery_age == 1
+    for mine, known in zip(kfac.blocks, own.blocks, strict=True):
+        torch.testing.assert_close(mine.straight.counts, known.straight.counts)
+
+
+def test_ranks_that_are_helped_watch_nothing_after_the_first_step():
+    model, posted = Mixed(), Posted()
+    kfac = helped(model, posted)
+    for number, (inputs, targets) in enumerate(batches(6)):
+        posted.box = [pack_statistics(counted(Mixed(), inputs)._window, number)]
+        step(model, kfac, inputs, targets)
+        assert not kfac._watch.armed
+    assert kfac.metrics()["factor_age"] <= 1
+    assert posted.sent == [1, 2, 3, 4, 5, 6]
+
+
+def test_who_waits_in_vain_takes_statistics_until_others_come_again():
+    model, posted = Mixed(), Posted()
+    kfac = helped(model, posted)
+    data = list(batches(60))
+    with pytest.warns(natgrad.NatgradWarning, match="no statistics have come from stats workers since step 0"):
+        steps(model, kfac, data[: 2 * PATIENCE + 3])
+    assert kfac.metrics()["factor_age"] <= 2
+    steps(model, kfac, data[:6])
+    assert kfac.metrics()["factor_age"] <= 2  # as without helpers
+    posted.box = [pack_statistics(counted(Mixed(), data[0][0])._window, 20)]
+    steps(model, kfac, data[:3])
+    assert not kfac._watch.armed  # left to the helper again
+    with pytest.warns(natgrad.NatgradWarning, match="no statistics have come"):
+        steps(model, kfac, data[: 2 * PATIENCE + 2])
+
+
+def test_a_delivery_that_is_not_finite_is_refused_like_a_batch_of_ones_own():
+    model, posted = Mixed(), Posted()
+    kfac = helped(model, posted)
+    data = list(batches(4))
+    step(model, kfac, *data[0])
+    before = factors_of(kfac)
+    broken = Mixed()
+    with torch.no_grad():
+        broken.query.weight.fill_(torch.nan)
+    posted.box = [pack_statistics(counted(broken, data[1][0])._window, 0)]
+    step(model, kfac, *data[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(model, kfac, *data[2])
+    assert kfac.metrics()["rejected_statistics"] > 0
+    assert all(torch.isfinite(mean).all() for mean in (*before, *factors_of(kfac)))
+
+
+def test_blocks_that_a_stats_worker_has_seen_first_come_along():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.extra = nn.Linear(4, 2)
+            self.double()
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            return self.second(hidden) + (self.extra(hidden) if len(x) == 5 else 0)
+
+    model, posted = Sometimes(), Posted()
+    kfac = helped(model, posted)
+    torch.manual_seed(1)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+
+    def train(cases):
+        model.zero_grad()
+        functional.cross_entropy(model(x[:cases]), y[:cases]).backward()
+        kfac.step()
+
+    train(6)
+    assert {block.key for block in kfac.blocks} == {"first.weight", "second.weight"}
+    posted.box = [pack_statistics(counted(Sometimes(), x[:5])._window, 0)]
+    train(6)
+    train(6)
+    assert {block.key for block in kfac.blocks} == {"first.weight", "second.weight", "extra.weight"}
+    train(5)
+
+
+def on_rank(rank, ranks):
+    """The first rank alone has a stats worker."""
+    torch.set_num_threads(1)
+    model = Mixed()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    posted = Posted()
+    kfac = helped(wrapped, posted)
+    for number, (inputs, targets) in enumerate(batches(9)):
+        if rank == 0 and number % 4 == 2:
+            posted.box = [pack_statistics(counted(Mixed(), inputs)._window, number)]
+        own = slice(rank * CASES // ranks, (rank + 1) * CASES // ranks)
+        step(wrapped, kfac, inputs[own], targets[own])
+    sums = {f"{b.key}/{n}": f.mean() for b in kfac.gather_blocks() for n, f in enumerate(b.factors())}
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return sums, gradients, kfac.metrics()["factor_age"]
+
+
+def test_on_two_ranks_a_delivery_to_one_is_everybodys(tmp_path):
+    first, second = run_on_ranks(on_rank, tmp_path, 2)
+    assert first[0].keys() == second[0].keys()
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    assert torch.equal(first[1], second[1])
+    assert first[2] == second[2] == 2  # the delivery of step 6 was the last
+
+
+def role(**numbers):
+    return Role(name="gradient", index=0, directory=Directory(None), **numbers)
+
+
+def test_what_does_not_go_with_helpers_is_told():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="natgrad.roles.take"):
+        natgrad.KFAC(model, roles="stats")
+    with pytest.raises(ValueError, match="'sampled' or 'exact'"):
+        natgrad.KFAC(model, roles=role(stats=1))
+    with pytest.raises(RuntimeError, match="for stats workers"):
+        natgrad.KFAC(model, roles=role()).help([])
+    with pytest.raises(ValueError, match="leave overlap= out"):
+        with_inverse_workers("staggered", object())
+    assert with_inverse_workers(natgrad.Background(delay=3), executor := FakeExecutor()).where is executor
+
+
+class FakeExecutor:
+    def submit(self, function, *arguments):
+        raise NotImplementedError
