@@ -31,7 +31,7 @@ class Background:
             of decompositions on several.
         workers: how many threads ``"cpu"`` has.
         threads: how many threads of LAPACK each of them has.
-        timeout: seconds after which a decomposition that has not come is made in the step.
+        timeout: seconds after which what an executor has not sent is made here; after twice as many, in the step.
         max_staleness: steps; a decomposition that is older is waited for.
     """
 
@@ -40,7 +40,7 @@ class Background:
     delay: int | str | None = None
     workers: int | None = None
     threads: int | None = None
-    timeout: float = 120.0
+    timeout: float = 60.0
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
