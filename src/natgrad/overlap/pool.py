@@ -100,6 +100,8 @@ class DaemonPool(Executor):
 
 def _work(tasks: _Tasks, torch_threads: int | None, started: threading.Event) -> None:
     if torch_threads is not None:
+        # A thread takes the number over that was last set anywhere when it first asks: it must have asked before.
+        torch.get_num_threads()
         torch.set_num_threads(torch_threads)
     started.set()
     while (job := tasks.get()) is not None:
