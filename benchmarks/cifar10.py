@@ -355,7 +355,7 @@ def draw(runs: Sequence[Run], *, title: str, out: Path) -> None:
     panels[1].set(yscale="log", xlabel="epoch", title="Test error (%)")
     panels[2].set(yscale="log", xlabel="seconds of training", title="Test error (%)", xlim=(0, None))
     for panel in panels:
-        _label_powers(panel)
+        label_powers(panel)
         panel.grid(axis="y", color="#e4e4e4", linewidth=0.7)
         panel.set_axisbelow(True)
     for panel in panels[:2]:
@@ -378,7 +378,8 @@ def _curve(panel: Any, places: Sequence[float], curves: Sequence[Sequence[float]
         panel.fill_between(places, low, high, color=variant.colour, alpha=0.18, linewidth=0)
 
 
-def _label_powers(panel: Any) -> None:
+def label_powers(panel: Any) -> None:
+    """Numbers on an axis that may have few powers of ten or none."""
     low, high = panel.get_ylim()
     if high < 30 * low:  # within little more than a power of ten its multiples need labels of their own
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high < 4 * low else (1, 1.5, 2, 3, 5, 7)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,15 @@ class Network:
     classes: int
 
 
+def tiny() -> nn.Module:
+    """For tests of benchmarks."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
 NETWORKS = {
+    "tiny": Network(build=tiny, image=8, classes=10),
     "resnet20": Network(build=lambda: cifar_resnet(depth=20), image=32, classes=10),
     "resnet32": Network(build=lambda: cifar_resnet(depth=32), image=32, classes=10),
     "resnet50": Network(build=resnet50, image=224, classes=1000),
@@ -175,6 +183,11 @@ class Workload:
         self.images = images.contiguous(memory_format=self._format)
         labels = torch.randint(self._network.classes, (configuration.batch,), generator=generator)
         self.labels = labels.to(device.torch)
+
+    @property
+    def classes(self) -> int:
+        """How many there are."""
+        return self._network.classes
 
     @property
     def data_bytes(self) -> int:
@@ -412,8 +425,15 @@ def amortised(ratio: dict[str, float]) -> dict[str, float]:
     return {str(intervals): intervals.amortised(ratio) for intervals in INTERVALS}
 
 
+class Failing(Protocol):
+    """What may go wrong."""
+
+    name: str
+    error: str | None
+
+
 @contextmanager
-def failing_into(result: Result) -> Iterator[None]:
+def failing_into(result: Failing) -> Iterator[None]:
     """Whatever goes wrong is printed and kept as text, and the benchmark goes on."""
     try:
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ pytest.importorskip("rich")
 
 from benchmarks import autoencoder, cifar10, digits
 from benchmarks.approximations import alexnet, common, reduce, sharing
+from benchmarks.overlap import cifar10 as overlapped
+from benchmarks.overlap import times as step_times
+from benchmarks.overlap.__main__ import main as overlap
+from benchmarks.overlap.common import background_ended, chosen, differences, every
 from benchmarks.ranks import balance, times, traffic
 from benchmarks.ranks.common import Table
 from benchmarks.timing import Device
@@ -264,3 +270,88 @@ def test_the_ranks_tables():
     assert "| comm-opt | 2 | eigen | refresh | 2000.0 | 2000.0 | 1500.0 | 1000.0 | 75% / 25% |" in str(
         times.table([told], "t")
     )
+
+
+def test_a_distribution_of_step_times():
+    values = [float(number) for number in range(1, 201)]
+    assert step_times.percentile(values, 0.99) == 198
+    assert step_times.percentile([3.0], 0.99) == 3
+    assert differences([0.0, 1.0, 3.0]) == [1.0, 2.0]
+    sgd = step_times.Measured(name="sgd", ms=[2.0, 2.0, 2.0], means=[1.0, 3.0])
+    one = step_times.Measured(name="eigen/none", ms=[3.0, 3.0, 9.0], means=[5.0], ages=[0, 1, 5])
+    found = one.summary(sgd)
+    assert (found["median"], found["worst"], found["worst_to_median"], found["spikes"]) == (3, 9, 3, 1)
+    assert (found["median_to_sgd"], found["mean_to_sgd"]) == (1.5, 2.5)
+    assert (found["mean_age"], found["largest_age"]) == (2, 5)
+    assert "mean_to_sgd" not in one.summary(None)
+    assert step_times.Measured(name="failed").summary(sgd) == {}
+
+
+def test_step_times_of_a_tiny_model(tmp_path, capsys):
+    options = ["--model", "tiny", "--batch", "8", "--steps", "12", "--factor-steps", "2", "--inv-steps", "4"]
+    assert overlap(["times", "--device", "cpu", "--out", str(tmp_path), *options]) == 0
+    assert "worst/median" in capsys.readouterr().out
+    out = tmp_path / "overlap-times.json"
+    found = {run["name"]: run for run in json.loads(out.read_text())["runs"]}
+    assert list(found) == [name for name in step_times.METHODS if not name.endswith("/gpu")]
+    assert {len(run["ms"]) for run in found.values()} == {12}
+    # A refresh every fourth step, from the warm-up's last but one on.
+    assert found["eigen/none"]["ages"] == [2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert max(found["eigen/staggered"]["ages"]) == 3
+    assert found["inverse/cpu"]["metrics"]["background_failures"] == 0
+    out.with_suffix(".png").unlink()
+    assert overlap(["times", "--plot-only", str(out)]) == 0
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_overlap_refuses_what_it_does_not_know(capsys):
+    with pytest.raises(SystemExit):
+        overlap(["times", "--only", "sgd,adam"])
+    assert "adam" in capsys.readouterr().err
+    assert chosen("b,a", ["a", "b", "c"], []) == ["a", "b"]
+    assert (every(1, "step"), every(10, "step")) == ("every step", "every 10 steps")
+
+
+def test_who_comes_next_waits_for_the_background():
+    name = "natgrad-test"
+    with background_ended():
+        thread = threading.Thread(target=time.sleep, args=(0.1,), name=name)
+        thread.start()
+    assert not thread.is_alive()
+
+
+def test_speed_ups_at_equal_progress():
+    def run(variant: str, losses: list[float], pace: float) -> overlapped.Run:
+        updates = list(range(len(losses)))
+        return overlapped.Run(
+            variant=variant, seed=0, updates=updates, seconds=[pace * update for update in updates], train_loss=losses
+        )
+
+    base = run("synchronous", [5.0, 4.0, 3.0, 2.0, 1.0], 2.0)
+    assert base.until(2.5, base.seconds) == 5.0
+    assert base.until(0.5, base.seconds) is None
+    # What goes up again is not progress: from the best so far on.
+    assert run("cpu", [4.0, 3.0, 3.5, 1.0], 1.0).until(2.0, range(4)) == 2.0
+    same = [base, run("cpu", base.train_loss, 1.0)]
+    assert {(one.clock, one.updates) for one in overlapped.speed_ups(same, "cpu")} == {(2.0, 1.0)}
+    assert overlapped.progress_difference(same, "cpu") == 0
+    short = [base, run("cpu", [5.0, 4.0, 3.0, 2.0, 2.0], 1.0)]
+    assert overlapped.speed_ups(short, "cpu")[-1].clock is None
+    assert overlapped.common_speed_up(short, "cpu") == overlapped.SpeedUp(loss=2.0, clock=2.0, updates=1.0)
+    assert overlapped.progress_difference(short, "cpu") == pytest.approx(1 / 3)
+    assert overlapped.comparison(short)["cpu"]["seconds_ratio"] == 2.0
+
+
+def test_training_beside_decompositions_writes_numbers_and_a_picture(folder, capsys):
+    options = ["--epochs", "2", "--batch", "5", "--limit", "10", "--every", "1", "--inv-steps", "2"]
+    assert overlap(["cifar10", "--data", str(folder), "--device", "cpu", "--out", str(folder), *options]) == 0
+    assert "K-FAC, background (CPU): speed-up" in capsys.readouterr().out
+    out = folder / "overlap-cifar10.json"
+    found = json.loads(out.read_text())
+    assert [run["variant"] for run in found["runs"]] == ["sgd", "synchronous", "staggered", "cpu"]
+    assert all(run["updates"] == [0, 1, 2, 3, 4] for run in found["runs"])
+    assert len({run["test_loss"][0] for run in found["runs"]}) == 1  # the same weights at the start
+    assert set(found["comparison"]) == {"spread_of_seeds", "sgd", "staggered", "cpu"}
+    out.with_suffix(".png").unlink()
+    assert overlap(["cifar10", "--plot-only", str(out)]) == 0
+    assert out.with_suffix(".png").stat().st_size > 1000

@@ -1,0 +1,1 @@
+"""What decompositions off the critical path are worth."""
