@@ -310,7 +310,7 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
-    """What the comparison says, in words."""
+    """What the comparison says, in words; a dash where a loss is not reached, or was there from the start."""
     told = []
     for name in by_variant(runs):
         if name == BASELINE or not _pairs(runs, name):
@@ -330,7 +330,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
 
 
 def _times(ratio: float | None) -> str:
-    return "not reached" if ratio is None else f"x{ratio:.2f}"
+    return "-" if ratio is None else f"x{ratio:.2f}"
 
 
 def draw(runs: Sequence[Run], *, title: str, out: Path) -> None:
