@@ -333,8 +333,7 @@ class Curvature:
         collecting = self._collected(blocks)
         if collecting is None:
             whole = None
-            weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in blocks]).tolist()
-            known = [block for block, weight in zip(blocks, weights, strict=True) if weight > 0]
+            known = self._known(blocks)
         else:
             whole = collecting.finish()
             known = [block for block in blocks if whole.known(block)]
@@ -351,7 +350,17 @@ class Curvature:
                 self._note_failed(self.jobs.land(self.step, self.preconditioner, self._registry))
         if collecting is not None:
             collecting.settle()
-        self.warn_of_nan()  # the device has been waited for anyway
+        if now:
+            self.warn_of_nan()  # the device has been waited for anyway
+
+    def _known(self, blocks: list[KroneckerBlock]) -> list[KroneckerBlock]:
+        """Those with statistics; of those that have been decomposed before nobody has to ask the device."""
+        new = [block for block in blocks if block.key not in self.preconditioner.solved]
+        if not new:
+            return blocks
+        weights = torch.stack([torch.stack([o.weight for o in b.orientations]).sum() for b in new]).tolist()
+        empty = {block for block, weight in zip(new, weights, strict=True) if weight == 0}
+        return [block for block in blocks if block not in empty]
 
     def _refresh_now(self, blocks: list[KroneckerBlock], damping: float, whole: Whole | None) -> None:
         """In the step."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
-_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-_Tasks = queue.SimpleQueue["_Job | None"]
 
 LAST_WAIT = 20.0
 """Seconds that the end of the interpreter waits for pieces that are being worked on."""
@@ -24,109 +23,125 @@ LAST_WAIT = 20.0
 
 class DaemonPool(Executor):
     """Like a ThreadPoolExecutor, with daemon threads: one that hangs costs its results, not the end of the process.
+    They end when there is nothing to do: one that has used LAPACK keeps threads of OpenMP, which slow training down.
 
     Each thread has `torch_threads` threads of torch and LAPACK for itself. A process that was forked starts its own.
     """
 
     def __init__(self, workers: int, *, torch_threads: int | None, name: str) -> None:
-        self._closed = False
         self._workers, self._torch_threads, self._name = workers, torch_threads, name
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._tasks: _Tasks = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._work = _Work()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Runs a function in one of the threads."""
-        if self._process != os.getpid():
-            self._begin()
+        if self._work.process != os.getpid():
+            self._work = _Work()
         if self._closed:
             raise RuntimeError("this pool has been shut down")
         future: Future[T] = Future()
-        self._tasks.put((future, fn, args, kwargs))
-        if len(self._threads) < self._workers:
-            self._start_thread()
+        with self._work.lock:
+            self._work.queue.append(_Piece(future, fn, args, kwargs))
+            if len(self._work.threads) < self._workers:
+                self._start_thread()
         return future
 
     def _start_thread(self) -> None:
         # torch keeps the number of threads for each thread, and the last one set for threads to come: it is put back.
         before, started = torch.get_num_threads(), threading.Event()
         thread = threading.Thread(
-            target=_work,
-            args=(self._tasks, self._torch_threads, started),
-            name=f"{self._name}-{len(self._threads)}",
+            target=_run,
+            args=(self._work, self._torch_threads, started),
+            name=f"{self._name}-{len(self._work.threads)}",
             daemon=True,
         )
+        self._work.threads.append(thread)
         thread.start()
-        self._threads.append(thread)
-        _running.add(self)
+        _working.add(self._work)
         if self._torch_threads is not None:
             started.wait()
             torch.set_num_threads(before)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Lets the threads end: after what is queued, or without it."""
-        if self._process != os.getpid():
-            return
+        """Takes nothing more: what is queued is done, or cancelled."""
         self._closed = True
+        if self._work.process != os.getpid():
+            return
         if cancel_futures:
-            self._cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
+            self._work.cancel()
         if wait:
-            for thread in self._threads:
-                thread.join()
+            self._work.join(None)
 
-    def __del__(self) -> None:
-        self.shutdown(wait=False)
 
-    def _cancel(self) -> None:
-        while True:
-            try:
-                job = self._tasks.get_nowait()
-            except queue.Empty:
-                return
-            if job is not None:
-                job[0].cancel()
+@dataclass
+class _Piece:
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
 
-    def join_for(self, seconds: float) -> None:
+    def do(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.function(*self.arguments, **self.keywords)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class _Work:
+    """What there is to do, and who does it, in one process."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.lock = threading.Lock()
+        self.queue: deque[_Piece] = deque()
+        self.threads: list[threading.Thread] = []
+
+    def next(self) -> _Piece | None:
+        """For a thread, which ends where there is nothing."""
+        with self.lock:
+            if self.queue:
+                return self.queue.popleft()
+            self.threads.remove(threading.current_thread())
+            return None
+
+    def cancel(self) -> None:
+        """Gives up what has not begun."""
+        with self.lock:
+            given_up, self.queue = list(self.queue), deque()
+        for piece in given_up:
+            piece.future.cancel()
+
+    def join(self, seconds: float | None) -> None:
         """Waits for the threads, for so long at most."""
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        until = None if seconds is None else time.monotonic() + seconds
+        for thread in list(self.threads):
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
-def _work(tasks: _Tasks, torch_threads: int | None, started: threading.Event) -> None:
+def _run(work: _Work, torch_threads: int | None, started: threading.Event) -> None:
     if torch_threads is not None:
         # A thread takes the number over that was last set anywhere when it first asks: it must have asked before.
         torch.get_num_threads()
         torch.set_num_threads(torch_threads)
     started.set()
-    while (job := tasks.get()) is not None:
-        future, function, arguments, keywords = job
-        if future.set_running_or_notify_cancel():
-            try:
-                result = function(*arguments, **keywords)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-        # Nothing of a finished piece is kept until the next one comes.
-        del job, future, function, arguments, keywords
+    while (piece := work.next()) is not None:
+        piece.do()
+        del piece  # nothing of it is kept while the next one is looked for
 
 
-_running: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
+_working: weakref.WeakSet[_Work] = weakref.WeakSet()
 
 
 @atexit.register
 def _end() -> None:
     """A thread that came back to an interpreter that is gone would crash it: what is being worked on is finished."""
-    pools = [pool for pool in _running if pool._process == os.getpid()]
-    for pool in pools:
-        pool.shutdown(wait=False, cancel_futures=True)
+    present = [work for work in _working if work.process == os.getpid()]
+    for work in present:
+        work.cancel()
     until = time.monotonic() + LAST_WAIT
-    for pool in pools:
-        pool.join_for(until - time.monotonic())
+    for work in present:
+        work.join(max(0.0, until - time.monotonic()))
