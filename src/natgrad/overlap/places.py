@@ -143,17 +143,21 @@ class Elsewhere:
             self._pool = None
 
     def _ferry(self, tasks: list[Task], futures: list[Future[Solutions]], ready: torch.cuda.Event | None) -> None:
+        try:
+            self._carry(tasks, futures, ready)
+        except BaseException as error:  # told to who waits for it
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _carry(self, tasks: list[Task], futures: list[Future[Solutions]], ready: torch.cuda.Event | None) -> None:
         until = time.monotonic() + self._timeout
         with _Beside(tasks[0].device, ready):
             here = [Task(task.solver, task.keys, _to_host(task.factors)) for task in tasks]
             asked = [self._ask(task) for task in here]
             for task, own, answer, future in zip(tasks, here, asked, futures, strict=True):
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
+                if future.set_running_or_notify_cancel():
                     future.set_result(_to_device(self._answered(own, answer, until), task.device))
-                except Exception as error:  # told to who waits for it
-                    future.set_exception(error)
 
     def _ask(self, task: Task) -> Future[Any] | Exception:
         try:
@@ -172,7 +176,7 @@ class Elsewhere:
             found = answer.result(timeout=max(0.0, until - time.monotonic()))
             solutions: Solutions = unpack(found) if isinstance(found, bytes) else found
             check(task, solutions)
-        except Exception as error:
+        except BaseException as error:  # a worker that has left, too
             if isinstance(answer, Future):
                 answer.cancel()
             self._complain(error)
