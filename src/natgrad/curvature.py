@@ -349,7 +349,9 @@ class Curvature:
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
-        given_up = self.jobs is not None and self.jobs.full  # asked for again by who goes on from here
+        # What is under way is asked for again by who goes on from here; on several ranks by all, whoever has it.
+        jobs = self.jobs
+        given_up = jobs is not None and jobs.when_ready and (jobs.full or self._together is not None)
         return {
             "solver": self.preconditioner.solver,
             "damping_rule": self.preconditioner.rule,
@@ -396,6 +398,8 @@ class Curvature:
         self.solved_damping = state["solved_damping"]
         if blocks and self._together is not None:
             self._together.keep_share(preconditioner, self.refresh_interval, state["shares"])
+        if self._turns is not None:
+            self._turns.loaded(self._moved_at)
         if self.jobs is not None:
             share_out(under_way, preconditioner)
             self.jobs.replace(under_way)
