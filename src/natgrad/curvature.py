@@ -372,11 +372,12 @@ class Curvature:
             return []
         saved = []
         for job, solved in self.jobs.finish():
+            request = job.request.still(self._registry, self.preconditioner.keys)
             sides: Mapping[Hashable, Side] = solved.sides
             failed: Mapping[Hashable, list[bool]] = solved.failed
             if self._together is not None:
-                sides, failed = self._together.gather_solved(job.request, solved, self.preconditioner.solver)
-            saved.append(save_job(job, sides, failed))
+                sides, failed = self._together.gather_solved(request, solved, self.preconditioner.solver)
+            saved.append(save_job(request, job.due, sides, failed))
         return saved
 
     def load(
