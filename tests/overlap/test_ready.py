@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import natgrad
-from distribute.mixed import Loop
+from distribute.mixed import Loop, problem_of
 from natgrad.overlap.job import Job
 from overlap.executors import Held, digest, fingerprint, until
 from ranks import run_on_ranks
@@ -156,20 +156,18 @@ def test_threads_and_owners(tmp_path):
 
 
 def refused(rank: int, ranks: int) -> list[str]:
-    texts = []
+    found = []
     for strategy in ("comm-opt", "auto", natgrad.Strategy(name="hybrid", grad_worker_fraction=1.0)):
-        try:
+        with problem_of() as texts:
             Loop(rank, ranks, overlap="background", delay="ready", strategy=strategy)
-            texts.append("")
-        except ValueError as error:
-            texts.append(str(error))
-    return texts
+        found.append("".join(texts))
+    return found
 
 
 def test_on_several_ranks_each_layer_needs_one_owner(tmp_path):
     for texts in run_on_ranks(refused, tmp_path, 2):
         for text in texts:
-            assert text.startswith("delay='ready' on several ranks needs one owner for each layer")
+            assert text.startswith("ValueError: delay='ready' on several ranks needs one owner for each layer")
             assert "strategy='layer-wise'" in text
 
 

@@ -193,7 +193,7 @@ def test_pieces_hold_every_factor_once_and_are_not_too_large(sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("natgrad.overlap.tasks._PIECE", 100)
         pieces = cut(factors, "eigen")
-    assert sorted(key for piece in pieces for key in piece.keys) == sorted(factors)  # noqa: SIM118
+    assert sorted(key for piece in pieces for key in piece.keys) == sorted(factors)
     for piece in pieces:
         assert [factors[key] for key in piece.keys] == list(piece.factors)
         assert sum(factor.numel() for factor in piece.factors) <= max(100, piece.factors[0].numel())

@@ -62,7 +62,8 @@ def test_a_run_goes_on_with_what_was_under_way(tmp_path, case):
 
 
 ON_RANKS = [
-    {**case, "strategy": strategy} for case, strategy in zip(CASES, ("comm-opt", "layer-wise", "layer-wise"), strict=True)
+    {**case, "strategy": strategy}
+    for case, strategy in zip(CASES, ("comm-opt", "layer-wise", "layer-wise"), strict=True)
 ]
 
 

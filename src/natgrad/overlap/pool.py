@@ -61,7 +61,7 @@ class DaemonPool(Executor):
         )
         thread.start()
         self._threads.append(thread)
-        _running.add(self)
+        _running[thread] = (self._process, self._tasks)
         if self._torch_threads is not None:
             started.wait()
             torch.set_num_threads(before)
@@ -72,7 +72,7 @@ class DaemonPool(Executor):
             return
         self._closed = True
         if cancel_futures:
-            self._cancel()
+            _cancel(self._tasks)
         for _ in self._threads:
             self._tasks.put(None)
         if wait:
@@ -81,21 +81,6 @@ class DaemonPool(Executor):
 
     def __del__(self) -> None:
         self.shutdown(wait=False)
-
-    def _cancel(self) -> None:
-        while True:
-            try:
-                job = self._tasks.get_nowait()
-            except queue.Empty:
-                return
-            if job is not None:
-                job[0].cancel()
-
-    def join_for(self, seconds: float) -> None:
-        """Waits for the threads, for so long at most."""
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _work(tasks: _Tasks, torch_threads: int | None, started: threading.Event) -> None:
@@ -116,15 +101,30 @@ def _work(tasks: _Tasks, torch_threads: int | None, started: threading.Event) ->
         del job, future, function, arguments, keywords
 
 
-_running: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
+def _cancel(tasks: _Tasks) -> None:
+    """Gives up what is queued."""
+    while True:
+        try:
+            job = tasks.get_nowait()
+        except queue.Empty:
+            return
+        if job is not None:
+            job[0].cancel()
+
+
+# Threads, of which each is there as long as it runs, with their process and what they take their work from: a pool that
+# nobody holds any more may have some that are still at it.
+_running: weakref.WeakKeyDictionary[threading.Thread, tuple[int, _Tasks]] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _end() -> None:
     """A thread that came back to an interpreter that is gone would crash it: what is being worked on is finished."""
-    pools = [pool for pool in _running if pool._process == os.getpid()]
-    for pool in pools:
-        pool.shutdown(wait=False, cancel_futures=True)
+    own = {thread: tasks for thread, (process, tasks) in list(_running.items()) if process == os.getpid()}
+    for tasks in own.values():
+        _cancel(tasks)
+    for tasks in own.values():  # one for each thread
+        tasks.put(None)
     until = time.monotonic() + LAST_WAIT
-    for pool in pools:
-        pool.join_for(until - time.monotonic())
+    for thread in own:
+        thread.join(max(0.0, until - time.monotonic()))
