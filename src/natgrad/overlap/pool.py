@@ -21,6 +21,9 @@ _Tasks = queue.SimpleQueue["_Job | None"]
 LAST_WAIT = 20.0
 """Seconds that the end of the interpreter waits for pieces that are being worked on."""
 
+ending = threading.Event()
+"""Set at the end of the interpreter: who waits for somebody else need not any more."""
+
 
 class DaemonPool(Executor):
     """Like a ThreadPoolExecutor, with daemon threads: one that hangs costs its results, not the end of the process.
@@ -120,6 +123,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, tuple[int, _Tasks]] = weak
 @atexit.register
 def _end() -> None:
     """A thread that came back to an interpreter that is gone would crash it: what is being worked on is finished."""
+    ending.set()
     own = {thread: tasks for thread, (process, tasks) in list(_running.items()) if process == os.getpid()}
     for tasks in own.values():
         _cancel(tasks)
