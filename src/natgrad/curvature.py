@@ -292,9 +292,16 @@ class Curvature:
 
     def _is_due(self, now: Now) -> bool:
         """Whether all blocks are decomposed in this step."""
-        if self._turns is not None or (self.jobs is not None and self.jobs.full and self._together is None):
+        if self._take_turns(now) or (self.jobs is not None and self.jobs.full and self._together is None):
             return False
         return self._refreshed_at is None or self.step - self._refreshed_at >= now.refresh_interval
+
+    def _take_turns(self, now: Now) -> bool:
+        """Whether layers are decomposed in turns by now: all have been twice, the first time of a single batch, which
+        is not to be gone on with longer than without turns.
+        """
+        after = self._refreshed_at
+        return self._turns is not None and after is not None and after >= now.refresh_interval
 
     def refresh_if_due(self, now: Now) -> None:
         """Takes over decompositions that were made beside training, and asks for those that are due."""
@@ -316,7 +323,7 @@ class Curvature:
 
     def _turn(self, now: Now) -> Collection[KroneckerBlock]:
         """The blocks that are to be decomposed in this step, where they take turns."""
-        if self._turns is None or not self.preconditioner.solved:
+        if self._turns is None or not self._take_turns(now):
             return ()
         turn = self._turns.at(self.step, now, self._registry, self.preconditioner)
         return {block for block in turn if self._has_moved(block, now)}
@@ -408,7 +415,9 @@ class Curvature:
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
-        given_up = self.jobs is not None and self.jobs.full  # asked for again by who goes on from here
+        # What is under way is asked for again by who goes on from here; on several ranks by all, whoever has it.
+        jobs = self.jobs
+        given_up = jobs is not None and jobs.when_ready and (jobs.full or self._together is not None)
         return {
             "solver": self.preconditioner.solver,
             "damping_rule": self.preconditioner.rule,
@@ -429,11 +438,12 @@ class Curvature:
             return []
         saved = []
         for job, solved in self.jobs.finish():
+            request = job.request.still(self._registry, self.preconditioner.keys)
             sides: Mapping[Hashable, Side] = solved.sides
             failed: Mapping[Hashable, list[bool]] = solved.failed
             if self._together is not None:
-                sides, failed = self._together.gather_solved(job.request, solved, self.preconditioner.solver)
-            saved.append(save_job(job, sides, failed))
+                sides, failed = self._together.gather_solved(request, solved, self.preconditioner.solver)
+            saved.append(save_job(request, job.due, sides, failed))
         return saved
 
     def load(
@@ -455,6 +465,8 @@ class Curvature:
         self.solved_damping = state["solved_damping"]
         if blocks and self._together is not None:
             self._together.keep_share(preconditioner, self.refresh_interval, state["shares"])
+        if self._turns is not None:
+            self._turns.loaded(self._moved_at)
         if self.jobs is not None:
             share_out(under_way, preconditioner)
             self.jobs.replace(under_way)

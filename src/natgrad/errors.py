@@ -20,7 +20,8 @@ class Warner:
         """Warns, unless this topic has been warned about."""
         if topic not in self._given:
             self._given.add(topic)
-            message = f"natgrad: {text.format(step=self.step)} (warned once)"
+            # Not format(): the words of an error that came from elsewhere may have braces.
+            message = f"natgrad: {text.replace('{step}', str(self.step))} (warned once)"
             warnings.warn(message, NatgradWarning, stacklevel=4)
 
     def tell(self, text: str) -> None:

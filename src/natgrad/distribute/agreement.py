@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -48,4 +49,8 @@ def described(value: Any) -> str:
     text = repr(value)
     if " at 0x" not in text:
         return text
+    if is_dataclass(value) and not isinstance(value, type):
+        # One of its fields has an address: the others still count.
+        parts = ", ".join(f"{one.name}={described(getattr(value, one.name))}" for one in fields(value))
+        return f"{type(value).__qualname__}({parts})"
     return getattr(value, "__qualname__", type(value).__qualname__)

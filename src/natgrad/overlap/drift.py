@@ -45,7 +45,7 @@ class DriftTurns:
     def told(self) -> float:
         """Seconds since training began, in units of what the costs take for a second of decomposing."""
         self._began = time.perf_counter() if self._began is None else self._began
-        slower = self._taken / self._expected if self._expected > 0 else 1.0
+        slower = self._taken / self._expected if self._taken > 0 and self._expected > 0 else 1.0
         return (time.perf_counter() - self._began - self._taken) / slower
 
     def at(self, step: int, now: Now, registry: Registry, preconditioner: Preconditioner) -> Iterable[KroneckerBlock]:
@@ -62,13 +62,15 @@ class DriftTurns:
         self._now = self._sketches(factors)
         self._then = {factor: self._then[factor] for factor in factors if factor in self._then}
         units = self._loads.units(registry, preconditioner)
-        drifts = self._drifts(units)
+        drifts = self._drifts(units, preconditioner)
         budget = self._share * pace - self._granted
         self._queue = []
         for number in sorted(range(len(units)), key=lambda one: -drifts[one]):
+            if drifts[number] == 0:
+                break
             cost = max(self._loads.seconds(units[number], preconditioner).values())
             # One that does not fit waits until there is time: others would take it away for ever.
-            if drifts[number] == 0 or cost > budget:
+            if cost > budget:
                 break
             self._queue.append(units[number])
             self._granted += cost
@@ -84,13 +86,21 @@ class DriftTurns:
                 if factor in self._now:
                     self._then[factor] = self._now[factor]
 
-    def _drifts(self, units: list[Unit]) -> list[float]:
-        """Of every unit's factors the most that one has moved; 0 of those that have not been seen yet."""
+    def loaded(self, statistics_at: int | None) -> None:
+        """Other factors have come in the place of all: how far they have moved nobody knows."""
+        self._now, self._then, self._queue = {}, {}, []
+
+    def _drifts(self, units: list[Unit], preconditioner: Preconditioner) -> list[float]:
+        """Of every unit's factors the most that one has moved; 0 of those whose first decomposition is in this step,
+        and no limit to those of which it is not known what they were when they were decomposed: a checkpoint's, or
+        such as were one before.
+        """
         found = []
         for unit in units:
-            known = [factor for block in unit for factor in block.factors() if factor in self._then]
-            each = [_distance(self._now[factor], self._then[factor]) for factor in known]
-            found.append(torch.stack(each).amax() if each else torch.zeros((), dtype=torch.float64))
+            factors = [factor for block in unit if block.key in preconditioner.solved for factor in block.factors()]
+            lost = any(factor not in self._then for factor in factors)
+            each = [_distance(self._now[factor], self._then[factor]) for factor in factors if not lost]
+            found.append(torch.stack(each).amax() if each else torch.tensor(torch.inf if lost else 0.0).double())
         device = next((one.device for one in found if one.device.type != "cpu"), torch.device("cpu"))
         drifts: list[float] = torch.stack([one.to(device) for one in found]).tolist() if found else []
         return drifts

@@ -41,7 +41,9 @@ class Job:
 
     @property
     def lost(self) -> bool:
-        """Whether it began in a process that this one was forked from: its threads are not here."""
+        """Whether it began in a process that this one was forked from: its threads are not here, and a lock that one
+        held, of a future too, is held for ever.
+        """
         return self._process != os.getpid()
 
     @property
@@ -52,7 +54,7 @@ class Job:
     @property
     def late(self) -> bool:
         """Whether it is still being worked on."""
-        return not all(future.done() for future in self._futures)
+        return not self.lost and not all(future.done() for future in self._futures)
 
     def result(self, complain: Complain) -> Solved:
         """All solutions; what has failed, or does not come in time, is made here."""
@@ -70,7 +72,8 @@ class Job:
         error = self._problem(future)
         if error is None:
             return future.result()
-        future.cancel()
+        if not self.lost:
+            future.cancel()
         complain(error)
         return solve_tensors(task.solver, task.factors)
 
@@ -83,7 +86,7 @@ class Job:
 
     def cancel(self) -> None:
         """Gives up what has not begun: nobody asks for it any more."""
-        for future in self._futures:
+        for future in self._futures if not self.lost else ():
             future.cancel()
 
 

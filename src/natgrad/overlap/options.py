@@ -13,6 +13,7 @@ PLACES = ("auto", "cpu", "gpu", "step")
 OVERLAPS = ("background", "staggered")
 READY = "ready"
 
+_LONGEST = 1e9  # seconds
 _TORCH_THREADS = 4  # of one worker: more help large matrices little, and small ones not at all
 
 
@@ -58,8 +59,11 @@ class Background:
         whole_number("workers", self.workers, none="as many as fit")
         whole_number("threads", self.threads, none="as many as fit")
         whole_number("max_staleness", self.max_staleness, none="no bound")
-        if not isinstance(self.timeout, int | float) or isinstance(self.timeout, bool) or not self.timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds above 0, got {self.timeout!r}")
+        number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= _LONGEST:  # what locks can wait for has an end
+            raise ValueError(
+                f"timeout must be a number of seconds above 0 and at most {_LONGEST:g}, got {self.timeout!r}"
+            )
         if not isinstance(self.where, str) and (self.workers is not None or self.threads is not None):
             raise ValueError("workers and threads are those of this process: an executor has its own")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.overlap.options import Background
-from natgrad.overlap.pool import DaemonPool
+from natgrad.overlap.pool import DaemonPool, ending
 from natgrad.overlap.tasks import Solution, Task, check, pack, solve_packed, solve_tensors, unpack
 from natgrad.solve.solver import Side
 
@@ -143,17 +143,21 @@ class Elsewhere:
             self._pool = None
 
     def _ferry(self, tasks: list[Task], futures: list[Future[Solutions]], ready: torch.cuda.Event | None) -> None:
+        try:
+            self._carry(tasks, futures, ready)
+        except BaseException as error:  # told to who waits for it
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _carry(self, tasks: list[Task], futures: list[Future[Solutions]], ready: torch.cuda.Event | None) -> None:
         until = time.monotonic() + self._timeout
         with _Beside(tasks[0].device, ready):
             here = [Task(task.solver, task.keys, _to_host(task.factors)) for task in tasks]
             asked = [self._ask(task) for task in here]
             for task, own, answer, future in zip(tasks, here, asked, futures, strict=True):
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
+                if future.set_running_or_notify_cancel():
                     future.set_result(_to_device(self._answered(own, answer, until), task.device))
-                except Exception as error:  # told to who waits for it
-                    future.set_exception(error)
 
     def _ask(self, task: Task) -> Future[Any] | Exception:
         try:
@@ -169,15 +173,31 @@ class Elsewhere:
         try:
             if isinstance(answer, Exception):
                 raise answer
-            found = answer.result(timeout=max(0.0, until - time.monotonic()))
+            found = _awaited(answer, until)
             solutions: Solutions = unpack(found) if isinstance(found, bytes) else found
             check(task, solutions)
-        except Exception as error:
+        except BaseException as error:  # a worker that has left, too
             if isinstance(answer, Future):
                 answer.cancel()
+            if ending.is_set():
+                raise  # nobody will ask for it
             self._complain(error)
             return solve_tensors(task.solver, task.factors)
         return solutions
+
+
+def _awaited(answer: Future[Any], until: float) -> Any:
+    """What an executor answers, waited for in short turns: the end of the interpreter comes in between."""
+    while True:
+        turn = max(0.0, min(_TURN, until - time.monotonic()))
+        try:
+            return answer.result(timeout=turn)
+        except Exception:  # every library has its own for "not yet"
+            if answer.done() or turn < _TURN or ending.is_set():
+                raise
+
+
+_TURN = 0.25  # seconds
 
 
 def _finished(result: Solutions) -> Future[Solutions]:

@@ -20,6 +20,9 @@ T = TypeVar("T")
 LAST_WAIT = 20.0
 """Seconds that the end of the interpreter waits for pieces that are being worked on."""
 
+ending = threading.Event()
+"""Set at the end of the interpreter: who waits for somebody else need not any more."""
+
 
 class DaemonPool(Executor):
     """Like a ThreadPoolExecutor, with daemon threads: one that hangs costs its results, not the end of the process.
@@ -139,6 +142,7 @@ _working: weakref.WeakSet[_Work] = weakref.WeakSet()
 @atexit.register
 def _end() -> None:
     """A thread that came back to an interpreter that is gone would crash it: what is being worked on is finished."""
+    ending.set()
     present = [work for work in _working if work.process == os.getpid()]
     for work in present:
         work.cancel()

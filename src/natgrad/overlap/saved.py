@@ -15,15 +15,16 @@ from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side, Solved
 
 
-def save_job(job: Job, sides: Mapping[Hashable, Side], failed: Mapping[Hashable, list[bool]]) -> dict[str, Any]:
-    """A job whose result is there; `sides` are those of all ranks."""
-    request = job.request
+def save_job(
+    request: Request, due: int | None, sides: Mapping[Hashable, Side], failed: Mapping[Hashable, list[bool]]
+) -> dict[str, Any]:
+    """What is left of a job whose result is there; `sides` are those of all ranks."""
     solved = [SolvedBlock(block, (), scale, request.step) for block, scale in request.scales.items()]
     return {
         "step": request.step,
-        "due": job.due,
+        "due": due,
         "blocks": checkpoint.save_solved(solved, request.keys.__getitem__, sides),
-        "failed": [failed.get(key) for key in _order(request)],
+        "failed": {block.key: [failed[key] for key in keys] for block, keys in request.keys.items()},
     }
 
 
@@ -40,8 +41,9 @@ def load_jobs(
         shapes = {key: _like(side) for key, side in known.sides.items()}
         scales = {member.block: member.scale for member in members}
         request = Request(state["step"], dict(shapes), keys, scales, shapes, None)
-        told = dict(zip(_order(request), state["failed"], strict=True))
-        failed = {key: told[key] or [False] * shape.shape[0] for key, shape in shapes.items()}
+        failed: dict[Hashable, list[bool]] = {}
+        for block, own in keys.items():
+            failed |= zip(own, state["failed"][block.key], strict=True)
         jobs.append(finished(request, state["due"], Solved(dict(known.sides), failed)))
     return jobs
 
@@ -55,10 +57,6 @@ def share_out(jobs: Iterable[Job], preconditioner: Preconditioner) -> None:
         request = job.request
         request.placed = others.placed
         request.factors = {key: like for key, like in request.factors.items() if others.solves(key)}
-
-
-def _order(request: Request) -> list[Hashable]:
-    return list(dict.fromkeys(key for keys in request.keys.values() for key in keys))
 
 
 def _like(side: Side) -> Tensor:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from natgrad.packets import packed, unpacked
+from natgrad.solve.linalg import JITTER
 from natgrad.solve.solver import Side, Solved, solve
 
 # Small factors go together up to this many elements: a piece of their own would cost more than it takes.
 _PIECE = 2**18
-# Of the residual of a probe, beside what rounding explains.
-_TOLERANCE = 1e-2
+# Of the residual of a probe, beside what rounding explains: so many times what an inverse leaves of it, whatever its
+# size (measured: up to 0.5).
+_TOLERANCE, _ROUNDING = 1e-2, 30
 
 
 class GarbageError(RuntimeError):
@@ -102,6 +104,9 @@ def _check_form(factor: Tensor, solution: Solution, solver: str) -> None:
         fits = part is None if shape is None else isinstance(part, Tensor) and part.shape == shape
         if not fits or (part is not None and part.dtype != factor.dtype):
             raise GarbageError(f"a decomposition of size {factor.shape[-1]} has another form than its factor")
+        # Of what failed too: that is a diagonal, which may have to do.
+        if part is not None and not bool(torch.isfinite(part).all()):
+            raise GarbageError(f"a decomposition of size {factor.shape[-1]} is not finite")
     flags = solution.failed
     if len(flags) != factor.shape[0] or not all(isinstance(flag, bool) for flag in flags):
         raise GarbageError("a decomposition does not say which of its stack failed")
@@ -114,17 +119,24 @@ def _residual_is_small(factor: Tensor, side: Side, good: list[int], solver: str)
     # Signs without a period: no eigenvector of anything that comes up.
     signs = (torch.arange(size, device=factor.device, dtype=torch.float64) ** 2 * 0.7548776662466927).cos().sign()
     probe = signs.to(factor.dtype).reshape(1, size, 1).expand(len(good), size, 1)
-    norm = torch.linalg.vector_norm
-    rounding = 10 * size * torch.finfo(factor.dtype).eps
     if solver == "eigen":
         assert side.values is not None, "an eigenbasis has eigenvalues"
         found = matrix @ (side.values[good].unsqueeze(-1) * (matrix.mT @ probe))
-        wanted = factor @ probe
-        bound = (_TOLERANCE + rounding) * norm(factor, dim=(-2, -1)) + torch.finfo(factor.dtype).tiny
+        error = _length(found - factor @ probe)
+        # |F| is as long as F x is for most signs x: what has nothing to do with F is about as far away.
+        bound = _TOLERANCE * _length(factor) + torch.finfo(factor.dtype).tiny
     else:
         once = matrix @ probe
-        found, wanted = factor @ once, probe
-        bound = _TOLERANCE + rounding * norm(factor, dim=(-2, -1)) * norm(once, dim=(-2, -1)) / size**0.5
-    error = norm(found - wanted, dim=(-2, -1)) / size**0.5
+        missing = probe - factor @ once
+        jitter = JITTER * factor.diagonal(dim1=-2, dim2=-1).abs().amax(-1)[:, None, None] * once
+        # One that had to be repaired is that of F and a little on its diagonal.
+        error = torch.minimum(_length(missing), _length(missing - jitter))
+        rounding = _ROUNDING * torch.finfo(factor.dtype).eps * _length(factor) * _length(once)
+        bound = _TOLERANCE * size**0.5 + rounding
     small: Tensor = (torch.isfinite(error) & (error <= bound)).all()
     return small
+
+
+def _length(matrices: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1))
+    return length

@@ -34,6 +34,9 @@ class Turns(Protocol):
     def spent(self, blocks: Sequence[KroneckerBlock], seconds: float, preconditioner: Preconditioner) -> None:
         """Blocks have been decomposed, in this time."""
 
+    def loaded(self, statistics_at: int | None) -> None:
+        """A checkpoint has come in the place of everything, with its last statistics of this step."""
+
 
 class Loads:
     """What decompositions cost whom. `costs` and `solver_of` are asked for when needed: ranks place their work late."""
@@ -97,3 +100,7 @@ class EvenTurns:
 
     def spent(self, blocks: Sequence[KroneckerBlock], seconds: float, preconditioner: Preconditioner) -> None:
         """What it took does not matter here."""
+
+    def loaded(self, statistics_at: int | None) -> None:
+        """Goes on with the checkpoint's timetable."""
+        self._statistics_at = statistics_at

@@ -203,7 +203,13 @@ class Preconditioner:
 
     def shapes(self) -> dict[Hashable, Tensor]:
         """For every side of every solved block, held here or not, a tensor of its shape and dtype."""
-        return {key: self._shapes[key] for member in self.solved.values() for key in self.keys(member.block)}
+        named = [
+            pair
+            for member in self.solved.values()
+            for pair in zip(self.keys(member.block), member.block.straight.sides, strict=True)
+        ]
+        # A factor that has become separate since is like the common one.
+        return {key: self._shapes.get(key, factor.sum) for key, factor in named}
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Forgets what belongs to blocks that are no more; sides that became separate start from their common past."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_JITTER = 1e-6  # relative to the largest diagonal entry
+JITTER = 1e-6  # relative to the largest diagonal entry
 # cuSOLVER takes 13 ms for n = 512 and 5 ms for 513, where another routine begins; it pays from about 300 on (an H200).
 _PAD_ABOVE, _PADDED = 288, 513
 
@@ -101,7 +101,7 @@ def _repair(function: Callable[[Tensor], Results], matrix: Tensor) -> Results | 
     wide = (wide + wide.mT) / 2
     largest = wide.diagonal(dim1=-2, dim2=-1).abs().amax().clamp(min=torch.finfo(matrix.dtype).tiny)
     identity = torch.eye(matrix.shape[-1], dtype=wide.dtype, device=wide.device)
-    for jitter in (0.0, _JITTER):
+    for jitter in (0.0, JITTER):
         results = _attempt(function, wide + jitter * largest * identity)
         if results is not None and all(_finite(results)):
             return tuple(part.to(matrix.dtype) for part in results)
