@@ -298,10 +298,12 @@ class Curvature:
 
     def _take_turns(self, now: Now) -> bool:
         """Whether layers are decomposed in turns by now: all have been twice, the first time of a single batch, which
-        is not to be gone on with longer than without turns.
+        is not to be gone on with longer than without turns. Those that have moved most come early anyway.
         """
         after = self._refreshed_at
-        return self._turns is not None and after is not None and after >= now.refresh_interval
+        if self._turns is None or after is None:
+            return False
+        return self._turns.watches_time or after >= now.refresh_interval
 
     def refresh_if_due(self, now: Now) -> None:
         """Takes over decompositions that were made beside training, and asks for those that are due."""

@@ -141,12 +141,9 @@ def test_a_pool_is_an_executor():
     assert list(workers.map(abs, [-1, 2, -3])) == [1, 2, 3]
     with pytest.raises(ZeroDivisionError):
         workers.submit(lambda: 1 / 0).result()
-    assert workers.submit(int, "5").result() == 5  # the thread is still there
-    threads = list(workers._threads)
-    assert len(threads) == 2
-    assert all(thread.daemon for thread in threads)
+    assert workers.submit(int, "5").result() == 5
+    assert workers.submit(threading.current_thread).result().daemon
     workers.shutdown()
-    assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(RuntimeError, match="has been shut down"):
         workers.submit(abs, 1)
 
@@ -162,14 +159,32 @@ def test_a_pool_finishes_what_is_queued_or_does_not():
         assert second.cancelled() if cancel else second.result(10) == 1
 
 
-def test_a_pool_that_nobody_holds_ends():
-    workers = DaemonPool(1, torch_threads=None, name="natgrad-test")
-    workers.submit(abs, 1).result()
-    (thread,) = workers._threads
-    del workers
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
+def test_threads_end_when_there_is_nothing_to_do():
+    workers = DaemonPool(2, torch_threads=2, name="natgrad-test")
+    threads = {workers.submit(threading.current_thread).result() for _ in range(5)}
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert workers.submit(abs, -1).result() == 1  # and others begin
+    workers.shutdown()
+
+
+def test_a_thread_keeps_the_number_of_torch_threads_that_it_was_given():
+    before, gate = torch.get_num_threads(), threading.Event()
+    workers = DaemonPool(1, torch_threads=3, name="natgrad-test")
+
+    def look() -> int:
+        gate.wait(10)
+        return torch.get_num_threads()
+
+    try:
+        seen = workers.submit(look)
+        torch.set_num_threads(2)
+        gate.set()
+        assert seen.result() == 3
+    finally:
+        torch.set_num_threads(before)
+        workers.shutdown()
 
 
 def test_a_finished_piece_is_not_kept():
@@ -275,7 +290,7 @@ def test_the_end_of_a_process_waits_for_threads_of_pools_that_have_gone(monkeypa
     workers = DaemonPool(1, torch_threads=None, name="natgrad-test")
     workers.submit(event.wait, 10)
     queued = workers.submit(abs, 1)
-    (thread,) = workers._threads
+    (thread,) = workers._work.threads
     del workers
     gc.collect()
     timer = threading.Timer(0.1, event.set)
