@@ -4,12 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test test-all lint types unit clean
 
 demo: $(READY)
 	$(RUN) -m natgrad compare digits
 
 test: lint types unit
+
+test-all: lint types
+	$(RUN) -m pytest -m ""
 
 lint: $(READY)
 	$(RUN) -m ruff check .

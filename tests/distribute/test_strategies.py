@@ -48,7 +48,7 @@ def whole() -> dict[str, tuple[dict[str, Any], int]]:
     return {name: (loop.weights, loop.kfac.metrics()["decompositions"]) for name, loop in loops.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_strategy_equals_one_rank_and_no_work_is_done_twice(tmp_path, ranks, whole):
     answers = run_on_ranks(train_all, tmp_path, ranks, seconds=240)
     for strategy, name in answers[0]:

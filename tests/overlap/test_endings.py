@@ -271,6 +271,7 @@ def endings() -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_ends_as_it_should(ending, endings):
     _, code = ENDINGS[ending]

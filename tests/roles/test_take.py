@@ -189,6 +189,7 @@ def test_four_processes_under_torchrun(run: Run) -> None:
     assert not any(lives(one) for one in (again["process"], inverter, *supervisors))
 
 
+@pytest.mark.slow
 def test_a_restart_by_torchrun_begins_anew(run: Run) -> None:
     torchrun = run.torchrun(3, "--max-restarts", 1, "--monitor-interval", 0.1)
     first = run.facts("stats 0 0")
@@ -203,6 +204,7 @@ def test_a_restart_by_torchrun_begins_anew(run: Run) -> None:
     assert torchrun.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_variables_set_by_hand(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
