@@ -3,9 +3,9 @@
     python -m benchmarks.helpers --kills 10
 
 `torchrun --nproc-per-node 4 -m natgrad train digits --stats-workers 1 --inverse-workers 1` is run in peace, with the
-stats worker and the inverse worker killed in turn, and without helpers, on the two ranks that train alone. Training must
-come to its end in all of them, without standing still, to the same quality. The story of the killed ones is what the
-run's own log says.
+stats worker and the inverse worker killed in turn, and without helpers, on the two ranks that train alone. It must come
+to its end in all of them, without standing still, to the same quality. The story of the killed ones is what the run's
+own log says.
 """
 
 from __future__ import annotations
