@@ -121,6 +121,33 @@ def test_what_is_taken_over_is_what_was_asked_for_so_many_steps_ago():
     assert solved_at == [{0}] * 8 + [{5}] * 4
 
 
+def bounded(rank: int, ranks: int) -> list[Any]:
+    """Of a delay that would make decompositions older than they may get: weights, and the ages of all steps."""
+    options = {"delay": 8, "inv_update_steps": 3, "max_staleness": 5}
+    found: list[Any] = []
+    for overlap in (None, "background"):
+        loop = Loop(rank, ranks, overlap=natgrad.Background("step") if overlap is None else overlap, **options)
+        ages = []
+        for steps in range(14):
+            loop.run(steps + 1, skip=steps)
+            ages.append(loop.kfac.metrics()["decomposition_age"])
+        found += [fingerprint(loop), ages]
+    return found
+
+
+def test_a_delay_keeps_to_the_bound_of_staleness():
+    here, ages, beside, others = bounded(0, 1)
+    assert max(ages) == 4
+    assert (here, ages) == (beside, others)
+
+
+def test_a_delay_keeps_to_the_bound_of_staleness_on_ranks(tmp_path):
+    for here, ages, beside, others in (answers := run_on_ranks(bounded, tmp_path, 2)):
+        assert max(ages) == 4
+        assert (here, ages) == (beside, others)
+    assert answers[0] == answers[1]
+
+
 def test_a_process_pool_gives_the_same_bits():
     options = {"delay": 2, "inv_update_steps": 3}
     plain = fingerprint(Loop(0, 1, **options).run())

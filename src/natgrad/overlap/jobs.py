@@ -83,11 +83,12 @@ class Jobs:
         return failed
 
     def _is_due(self, job: Job, step: int, preconditioner: Preconditioner) -> bool:
-        if job.due is not None:
-            return step >= job.due
+        if job.ready if job.due is None else step >= job.due:
+            return True
         bound = self._options.max_staleness
-        if job.ready or bound is None:
-            return job.ready
+        if bound is None:
+            return False
+        # Steps alone decide, also where there is a delay: ranks come to the same, and so does the next run.
         solved = preconditioner.solved
         ages = [step - solved[block.key].solved_at for block in job.request.scales if block.key in solved]
         return max(ages, default=0) >= bound

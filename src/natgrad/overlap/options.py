@@ -33,7 +33,8 @@ class Background:
         workers: how many threads ``"cpu"`` has.
         threads: how many threads of LAPACK each of them has.
         timeout: seconds after which what an executor has not sent is made here; after twice as many, in the step.
-        max_staleness: steps; a decomposition that is older is waited for.
+        max_staleness: steps; a decomposition in use that is as old is replaced, before `delay` is over too, and what
+            is to replace it waited for. What has not been asked for cannot be: let it be above ``inv_update_steps``.
     """
 
     where: str | Executor = "auto"
