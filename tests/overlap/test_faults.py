@@ -199,6 +199,22 @@ def test_own_threads_that_raise_are_made_up_for_in_the_step(monkeypatch):
     unhurt(natgrad.Background("cpu"))
 
 
+@pytest.mark.parametrize("where", ["cpu", Answering(lambda fn, *arguments: fn(*arguments))])
+def test_a_thread_that_cannot_be_started_is_done_without_until_one_can(monkeypatch, where):
+    start, tries = threading.Thread.start, []
+
+    def at_its_limit(thread: threading.Thread) -> None:
+        if thread.name.startswith("natgrad"):
+            tries.append(thread)
+            if len(tries) == 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", at_its_limit)
+    unhurt(natgrad.Background(where, timeout=10), failures=1)
+    assert len(tries) > 1
+
+
 def test_an_own_thread_that_hangs_is_given_up_and_others_take_over(monkeypatch):
     never, threads = threading.Event(), []
 

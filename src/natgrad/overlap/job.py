@@ -36,7 +36,10 @@ class Job:
         job = Job(request, due, solve(diagonal, solver))
         job._tasks = cut(dense, solver)
         job._until += timeout
-        job._futures = place.begin(job._tasks) if job._tasks else []
+        try:
+            job._futures = place.begin(job._tasks) if job._tasks else []
+        except Exception as error:  # no room for another thread: made in the step that asks for it
+            job._futures = [_failed(error) for _ in job._tasks]
         return job
 
     @property
@@ -93,6 +96,12 @@ class Job:
 def finished(request: Request, due: int | None, solved: Solved) -> Job:
     """One from a checkpoint."""
     return Job(request, due, solved)
+
+
+def _failed(error: Exception) -> Future[Solutions]:
+    future: Future[Solutions] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _use_here(side: Side) -> None:

@@ -44,9 +44,9 @@ class DaemonPool(Executor):
             raise RuntimeError("this pool has been shut down")
         future: Future[T] = Future()
         with self._work.lock:
-            self._work.queue.append(_Piece(future, fn, args, kwargs))
             if len(self._work.threads) < self._workers:
-                self._start_thread()
+                self._start_thread()  # where there is no room for another nothing has been queued
+            self._work.queue.append(_Piece(future, fn, args, kwargs))
         return future
 
     def _start_thread(self) -> None:
@@ -58,8 +58,8 @@ class DaemonPool(Executor):
             name=f"{self._name}-{len(self._work.threads)}",
             daemon=True,
         )
-        self._work.threads.append(thread)
         thread.start()
+        self._work.threads.append(thread)
         _working.add(self._work)
         if self._torch_threads is not None:
             started.wait()
