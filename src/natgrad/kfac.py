@@ -233,7 +233,7 @@ class KFAC:
         if roles is not None:
             refuse_role(roles, fisher)
             if roles.trains and roles.stats + roles.inverse:
-                self._helpers = Helpers(roles, innermost(model))
+                self._helpers = Helpers(roles, innermost(model), owner=self)
                 if self._helpers.inverse is not None:
                     overlap = with_inverse_workers(overlap, self._helpers.inverse)
         overlapping = checked_overlap(overlap, delay, max_overhead, max_staleness)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from tests.distribute.mixed import CASES, Mixed, batches, loss_of
 from tests.ranks import run_on_ranks
+from tests.roles.conftest import Hosts, wait_for
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.curvature import PATIENCE
+from natgrad.roles import post
 from natgrad.roles.deliveries import pack_statistics, unpack_statistics
 from natgrad.roles.directory import Directory
 from natgrad.roles.helpers import with_inverse_workers
 from natgrad.roles.role import Role
+from natgrad.roles.stats import Desk
 
 OPTIONS = {"fisher": "exact", "factor_update_steps": 2, "inv_update_steps": 4, "lr": 0.1}
 
@@ -216,3 +224,66 @@ def test_what_does_not_go_with_helpers_is_told():
 class FakeExecutor:
     def submit(self, function, *arguments):
         raise NotImplementedError
+
+
+# The end
+
+
+def callers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("natgrad") and "worker" in thread.name]
+
+
+def test_a_kfac_that_nobody_holds_hangs_up(hosts: Hosts):
+    model = nn.Linear(2, 2)
+    desk = Desk(hosts.role("stats"))
+    for _ in range(2):  # the second is not disturbed by the first
+        kfac = natgrad.KFAC(model, fisher="sampled", lr=0.1, roles=hosts.role())
+        wait_for(lambda found=kfac._helpers: found.counters()["stats_workers"] == 1)
+        assert len(callers()) == 2
+        del kfac
+        wait_for(lambda: not callers())
+    desk.close()
+
+
+def test_a_kfac_that_cannot_be_made_leaves_no_calls_behind(hosts: Hosts):
+    with pytest.raises(ValueError, match="max_overhead goes with"):
+        natgrad.KFAC(nn.Linear(2, 2), fisher="sampled", max_overhead=0.1, roles=hosts.role())
+    wait_for(lambda: not callers())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_end_of_a_fork_leaves_calls_alone(hosts: Hosts):
+    desk = Desk(hosts.role("stats"))
+    kfac = natgrad.KFAC(nn.Linear(2, 2), fisher="sampled", lr=0.1, roles=hosts.role())
+    line = kfac._helpers.deliveries.lines[0]
+    wire = wait_for(lambda: line._wire)
+    child = os.fork()
+    if child == 0:
+        post._end()
+        os._exit(0)
+    os.waitpid(child, 0)
+    line.send(3, b"parameters")
+    assert desk.latest() == (3, b"parameters")
+    assert line._wire is wire
+    del kfac
+    desk.close()
+
+
+ASKING = """
+import sys, time
+sys.path.insert(0, {source!r})
+from natgrad.roles import Directory, InverseWorkers, Line, Role, inverse, stats
+stats.AGAIN = inverse.AGAIN = 0.0  # all the time
+role = Role(name="gradient", index=0, stats=1, inverse=1, directory=Directory(("127.0.0.1", {port})))
+kept = Line(role, 0), InverseWorkers(role)
+time.sleep(0.2)
+"""
+
+
+def test_a_process_that_looks_for_helpers_ends_as_it_should(hosts: Hosts):
+    """Three, since it takes bad luck to be in the middle of a question."""
+    text = ASKING.format(source=str(Path(natgrad.__file__).parents[1]), port=hosts.port)
+    running = [subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in running:
+        _, complaints = process.communicate(timeout=60)
+        assert (process.returncode, complaints) == (0, "")

@@ -74,19 +74,19 @@ class Deliveries:
     def __init__(self, role: Role, model: nn.Module, *, on_change: Callable[[str], None]) -> None:
         self.received = 0
         self._model = model
-        self._lines = [Line(role, index, on_change=on_change) for index in role.helpers]
+        self.lines = [Line(role, index, on_change=on_change) for index in role.helpers]
         self._sender = DaemonPool(1, torch_threads=1, name="natgrad-parameters")
         self._sent_at: int | None = None
 
     @property
     def alive(self) -> int:
         """How many of this rank's stats workers are connected."""
-        return sum(line.alive for line in self._lines)
+        return sum(line.alive for line in self.lines)
 
     def receive(self, window: Window, parameters: Mapping[str, Tensor]) -> list[int]:
         """Takes in what has come; the steps of the parameters that it was counted with."""
         steps = []
-        for line in self._lines:
+        for line in self.lines:
             while (payload := line.receive()) is not None:
                 steps.append(unpack_statistics(payload, window, parameters))
         self.received += len(steps)
@@ -94,7 +94,7 @@ class Deliveries:
 
     def send_if_due(self, step: int, every: int) -> None:
         """Sends the present parameters, where it is time."""
-        if not self._lines or (self._sent_at is not None and step - self._sent_at < every):
+        if not self.lines or (self._sent_at is not None and step - self._sent_at < every):
             return
         self._sent_at = step
         # Copies on the device now; to the host, and on the way, beside training.
@@ -107,11 +107,5 @@ class Deliveries:
         if ready is not None:
             ready.synchronize()
         payload = packed({name: value.cpu() for name, value in state.items()})
-        for line in self._lines:
+        for line in self.lines:
             line.send(step, payload)
-
-    def close(self) -> None:
-        """Hangs up."""
-        self._sender.shutdown(wait=False)
-        for line in self._lines:
-            line.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from natgrad.overlap.options import Background
 from natgrad.packets import unpacked
 from natgrad.roles.deliveries import Deliveries, pack_statistics
 from natgrad.roles.inverse import InverseWorkers
+from natgrad.roles.post import Caller, hang_up
 from natgrad.roles.role import Role
 from natgrad.roles.stats import Desk
 from natgrad.window import Window
@@ -24,13 +26,18 @@ Forward = Callable[[nn.Module, Any], Any]
 
 class Helpers:
     """Stats and inverse workers. `deliveries` is there on every gradient rank where there are stats workers, `inverse`
-    where there are inverse workers. What happens to them is told at the next step.
+    where there are inverse workers. What happens to them is told at the next step. All calls end with their `owner`.
     """
 
-    def __init__(self, role: Role, model: nn.Module) -> None:
+    def __init__(self, role: Role, model: nn.Module, *, owner: object) -> None:
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.deliveries = Deliveries(role, model, on_change=self._news.put) if role.stats else None
         self.inverse = InverseWorkers(role, on_change=self._news.put) if role.inverse else None
+        callers: list[Caller] = [] if self.deliveries is None else [*self.deliveries.lines]
+        if self.inverse is not None:
+            callers.append(self.inverse)
+        # Not of these helpers, which know the model: that may know its owner.
+        weakref.finalize(owner, hang_up, callers).atexit = False  # calls have an end of their own
 
     def tell(self, warner: Warner) -> None:
         """Passes on what has happened since."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from natgrad.overlap.tasks import solve_packed
-from natgrad.roles.post import AGAIN, Post, Story, Way
+from natgrad.roles.post import AGAIN, Caller, Post, Story, Way
 from natgrad.roles.wire import Wire
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class _Task:
     begun: int = 0  # by so many workers
 
 
-class InverseWorkers(Executor):
+class InverseWorkers(Caller, Executor):
     """The inverse workers of a run, as a gradient rank sees them. Tasks go to whoever is free; one whose worker is
     lost goes to another. Where none can be reached, futures fail at once with a `ConnectionError`, rather than wait;
     only for the first of them they wait `patience` seconds. A worker that takes longer than `timeout` seconds counts
@@ -111,6 +111,7 @@ class InverseWorkers(Executor):
     ) -> None:
         if role.inverse < 1:
             raise ValueError("there are no inverse workers: natgrad.roles.take(inverse=1) makes one")
+        super().__init__()
         self._patience, self._timeout = patience, timeout
         self._until = time.monotonic() + patience
         self._news = threading.Condition()
@@ -118,11 +119,11 @@ class InverseWorkers(Executor):
         self._wires: dict[Way, Wire] = {}
         self._met = self._closed = False
         self._ways = [Way(role, "inverse", index, on_change) for index in range(role.inverse)]
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._work, args=(way,), daemon=True, name=f"natgrad {way.who}")
             for way in self._ways
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     @property
@@ -162,8 +163,12 @@ class InverseWorkers(Executor):
             elif task.begun:
                 task.future.set_exception(ConnectionError("the inverse workers were shut down"))
         if wait:
-            for thread in self._threads:
+            for thread in self.threads:
                 thread.join()
+
+    def hang_up(self) -> None:
+        """Gives up all there is to do."""
+        self.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, way: Way) -> None:
         while (wire := self._connected(way)) is not None:

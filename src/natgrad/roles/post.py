@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import struct
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from socket import socket
 from typing import TYPE_CHECKING
 
+from natgrad.overlap.pool import ending
 from natgrad.roles.wire import SHAKE, Wire, connected, listening, welcomed
 
 if TYPE_CHECKING:
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 AGAIN = 1.0
 """Seconds between two looks for a helper that has gone."""
 _LOOK = 0.5  # seconds between two looks whether training is over
+_LAST_WAIT = 5.0  # seconds that the end of the interpreter waits for who is asking the directory
 
 Story = Callable[[str], None]
 
@@ -145,3 +150,42 @@ class Way:
                 self._on_change(story)
             except Exception:
                 traceback.print_exc()
+
+
+class Caller:
+    """Has threads that call helpers, until it is told to hang up; the end of the interpreter tells all."""
+
+    def __init__(self) -> None:
+        self.threads: Sequence[threading.Thread] = ()
+        self._process = os.getpid()
+        _callers.add(self)
+
+    @property
+    def at_home(self) -> bool:
+        """Whether its threads are in this process, and not in one that this was forked from: wires are shared then."""
+        return self._process == os.getpid()
+
+    def hang_up(self) -> None:
+        """Ends the threads as soon as they can, and waits for nobody."""
+        raise NotImplementedError
+
+
+_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+
+
+def hang_up(callers: Iterable[Caller]) -> None:
+    """Hangs up, unless these are the calls of a process that this one was forked from."""
+    for caller in callers:
+        if caller.at_home:
+            caller.hang_up()
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that came back from torch's store to an interpreter that is gone would abort the process."""
+    ending.set()
+    callers = list(_callers)
+    hang_up(callers)
+    until = time.monotonic() + _LAST_WAIT
+    for thread in [thread for caller in callers if caller.at_home for thread in caller.threads]:
+        thread.join(max(0.0, until - time.monotonic()))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from natgrad.roles.post import AGAIN, Post, Story, Way
+from natgrad.roles.post import AGAIN, Caller, Post, Story, Way
 from natgrad.roles.wire import Wire
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Desk:
                 wire.send(content)
 
 
-class Line:
+class Line(Caller):
     """The gradient rank's side: calls the stats worker, and again when it was lost. Nothing here ever waits. `keep`
     deliveries are held at most; until they are received the worker keeps the next. A worker that does not answer
     within `timeout` seconds counts as lost. `on_change` is told in a line, by another thread, when it is and when it
@@ -104,6 +104,7 @@ class Line:
     ) -> None:
         if not 0 <= index < role.stats:
             raise ValueError(f"there is no stats worker {index}: natgrad.roles.take() was told of {role.stats}")
+        super().__init__()
         self._way = Way(role, "stats", index, on_change)
         self._keep, self._timeout = keep, timeout
         self._news = threading.Condition()
@@ -113,8 +114,8 @@ class Line:
         self._on_its_way: tuple[int, bytes] | None = None  # what this worker has been given
         self._inbox: deque[bytes] = deque()
         self._last = 0
-        self._thread = threading.Thread(target=self._work, daemon=True, name=f"natgrad {self._way.who}")
-        self._thread.start()
+        self.threads = [threading.Thread(target=self._work, daemon=True, name=f"natgrad {self._way.who}")]
+        self.threads[0].start()
 
     @property
     def alive(self) -> bool:
@@ -137,14 +138,18 @@ class Line:
             self._news.notify_all()
             return self._inbox.popleft()
 
-    def close(self) -> None:
-        """Hangs up."""
+    def hang_up(self) -> None:
+        """Lets its thread end."""
         with self._news:
             self._closed = True
             if self._wire is not None:
                 self._wire.cut()
             self._news.notify_all()
-        self._thread.join()
+
+    def close(self) -> None:
+        """Hangs up, and waits for its thread."""
+        self.hang_up()
+        self.threads[0].join()
 
     def _work(self) -> None:
         while not self._closed:
