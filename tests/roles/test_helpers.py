@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.curvature import PATIENCE
+from natgrad.packets import packed, unpacked
 from natgrad.roles import post
-from natgrad.roles.deliveries import pack_statistics, unpack_statistics
+from natgrad.roles.deliveries import Deliveries, pack_statistics, unpack_statistics
 from natgrad.roles.directory import Directory
 from natgrad.roles.helpers import with_inverse_workers
 from natgrad.roles.role import Role
@@ -224,6 +225,69 @@ def test_what_does_not_go_with_helpers_is_told():
 class FakeExecutor:
     def submit(self, function, *arguments):
         raise NotImplementedError
+
+
+# Parameters on their way
+
+
+class Noted:
+    """A line that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, step, payload):
+        self.sent.append((step, unpacked(payload)))
+
+
+def sending(model):
+    told = []
+    deliveries = Deliveries(role(stats=0), model, on_change=told.append)
+    deliveries.lines = [Noted()]
+    return deliveries, deliveries.lines[0], told
+
+
+def test_parameters_do_not_queue_up_where_sending_takes_longer_than_steps(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr("natgrad.roles.deliveries.packed", lambda state: packed(state) if gate.wait(10) else b"")
+    deliveries, line, _ = sending(nn.Linear(2, 2))
+    for number in range(1, 20):
+        deliveries.send_if_due(number, 1)
+    assert len(deliveries._sender._work.queue) <= 1  # each holds a copy of the model
+    gate.set()
+    wait_for(deliveries._sending.done)
+    deliveries.send_if_due(20, 1)
+    wait_for(deliveries._sending.done)
+    assert [number for number, _ in line.sent] == [1, 20]
+
+
+class Extra(nn.Linear):
+    extra: object = {"scale": 3.0}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_states_with_more_than_tensors_are_sent():
+    deliveries, line, _ = sending(Extra(2, 2))
+    deliveries.send_if_due(1, 1)
+    wait_for(lambda: line.sent)
+    assert line.sent[0][1]["_extra_state"] == {"scale": 3.0}
+
+
+def test_states_that_cannot_be_sent_are_told_of_once():
+    model = Extra(2, 2)
+    deliveries, line, told = sending(model)
+    model.extra = lambda: None  # no bytes for it
+    for number in range(1, 5):
+        deliveries.send_if_due(number, 1)
+        wait_for(deliveries._sending.done)
+    assert line.sent == []
+    assert len(told) == 1
+    assert "parameters cannot be sent to stats workers" in told[0]
 
 
 # The end

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -77,6 +79,9 @@ class Deliveries:
         self.lines = [Line(role, index, on_change=on_change) for index in role.helpers]
         self._sender = DaemonPool(1, torch_threads=1, name="natgrad-parameters")
         self._sent_at: int | None = None
+        self._sending: Future[None] | None = None
+        self._told = False
+        self._on_change = on_change
 
     @property
     def alive(self) -> int:
@@ -96,16 +101,27 @@ class Deliveries:
         """Sends the present parameters, where it is time."""
         if not self.lines or (self._sent_at is not None and step - self._sent_at < every):
             return
+        if self._sending is not None:
+            if not self._sending.done():
+                return  # each waiting would be another copy of the model: a later step's goes instead
+            if (error := self._sending.exception()) is not None and not self._told:
+                self._told = True
+                self._on_change(f"parameters cannot be sent to stats workers ({type(error).__name__}: {error})")
         self._sent_at = step
         # Copies on the device now; to the host, and on the way, beside training.
-        state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
-        first = next(iter(state.values()))
-        ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
-        self._sender.submit(self._send, step, state, ready)
+        state = {name: _copied(value) for name, value in self._model.state_dict().items()}
+        first = next((value for value in state.values() if isinstance(value, Tensor) and value.is_cuda), None)
+        ready = None if first is None else torch.cuda.current_stream(first.device).record_event()
+        self._sending = self._sender.submit(self._send, step, state, ready)
 
-    def _send(self, step: int, state: Mapping[str, Tensor], ready: torch.cuda.Event | None) -> None:
+    def _send(self, step: int, state: Mapping[str, Any], ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        payload = packed({name: value.cpu() for name, value in state.items()})
+        payload = packed({name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()})
         for line in self.lines:
             line.send(step, payload)
+
+
+def _copied(value: Any) -> Any:
+    """Of a state, which may have more than tensors in it (`nn.Module.get_extra_state`)."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
