@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from natgrad.curvature import Curvature, weakly
 from natgrad.distribute.agreement import refuse_disagreement
 from natgrad.distribute.assignment import planned
 from natgrad.distribute.channel import Channel
-from natgrad.distribute.costs import default_costs
+from natgrad.distribute.costs import Costs, known_costs
 from natgrad.distribute.joining import Joining
 from natgrad.distribute.plan import Plan
 from natgrad.distribute.replicas import replicas
@@ -38,6 +39,7 @@ from natgrad.overlap.drift import DriftTurns
 from natgrad.overlap.job import Job
 from natgrad.overlap.jobs import Jobs
 from natgrad.overlap.options import READY, Background, Overlap, Staggered, checked_overlap
+from natgrad.overlap.places import costs_of_two_cores
 from natgrad.overlap.saved import load_jobs
 from natgrad.overlap.turns import EvenTurns, Loads, Turns
 from natgrad.parameters import make_choices, named_parameters, patterns
@@ -323,8 +325,8 @@ class KFAC:
             metrics=self._metrics,
             warner=self._warner,
             follows_damping=adaptive is not None,
-            jobs=self._new_jobs(overlapping, solver),
-            turns=self._new_turns(overlapping),
+            jobs=self._new_jobs(overlapping, solver, spreading),
+            turns=self._new_turns(overlapping, spreading),
             deliveries=None if self._helpers is None else self._helpers.deliveries,
             parameters=self._parameters,
         )
@@ -342,9 +344,10 @@ class KFAC:
         others = None if self._together is None else self._together.spread
         return Preconditioner(solver, rule, compiled=self._compiled, others=others)
 
-    def _new_jobs(self, overlap: Overlap | None, solver: str) -> Jobs | None:
+    def _new_jobs(self, overlap: Overlap | None, solver: str, strategy: Strategy) -> Jobs | None:
         if not isinstance(overlap, Background):
             return None
+        costs = self._costs(strategy)
         return Jobs(
             overlap,
             device=self._device,
@@ -352,17 +355,21 @@ class KFAC:
             several=self._together is not None,
             metrics=self._metrics,
             warner=self._warner,
+            costs=cache(lambda: (costs(), costs_of_two_cores(strategy.costs))),
         )
 
-    def _new_turns(self, overlap: Overlap | None) -> Turns | None:
+    def _costs(self, strategy: Strategy) -> Callable[[], Costs]:
+        """Of the device; where they are to be measured, when they are first asked for."""
+        device = self._device
+        if self._together is not None:
+            return self._together.spread.costs
+        return cache(lambda: known_costs(strategy.costs, device))
+
+    def _new_turns(self, overlap: Overlap | None, strategy: Strategy) -> Turns | None:
         if not isinstance(overlap, Staggered):
             return None
         spread = None if self._together is None else self._together.spread
-        costs = default_costs(self._device)
-        loads = Loads(
-            (lambda: costs) if spread is None else spread.costs,
-            dict if spread is None else lambda: spread.assignment.solver_of,
-        )
+        loads = Loads(self._costs(strategy), dict if spread is None else lambda: spread.assignment.solver_of)
         if overlap.max_overhead is None:
             return EvenTurns(loads)
         total = None if spread is None else lambda flat: spread.channel.total(flat, "factors")

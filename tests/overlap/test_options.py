@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import natgrad
-from distribute.mixed import Loop
-from natgrad import Background, Staggered
+from distribute.mixed import Loop, Mixed
+from natgrad import Background, Costs, Staggered
 from natgrad.distribute.agreement import described
 from natgrad.overlap.options import checked_overlap, free_cores
-from natgrad.overlap.places import Elsewhere, InStep, Threads, choose, place_of
+from natgrad.overlap.places import Cheaper, Elsewhere, InStep, Stream, Threads, choose, costs_of_two_cores, place_of
+from natgrad.overlap.tasks import Task
 from ranks import run_on_ranks
 
 
@@ -87,11 +90,13 @@ def test_a_kfac_refuses_what_does_not_go_together():
         natgrad.KFAC(nn.Linear(2, 2), overlap="bakground")
 
 
-def test_places_are_what_they_are_called():
-    cpu = torch.device("cpu")
+def nothing_asked() -> tuple[Costs, Costs]:
+    raise AssertionError("there is nothing to choose")
 
-    def place(where):
-        return place_of(Background(where), cpu, "eigen", print)
+
+def test_places_are_what_they_are_called():
+    def place(where, device="cpu"):
+        return place_of(Background(where), torch.device(device), print, nothing_asked)
 
     assert isinstance(place("step"), InStep)
     assert isinstance(place("cpu"), Threads)
@@ -99,21 +104,72 @@ def test_places_are_what_they_are_called():
     with ThreadPoolExecutor(1) as pool:
         assert isinstance(place(pool), Elsewhere)
     assert Loop(0, 1, overlap="background").kfac._curvature.jobs.where == "cpu"
+    assert [place(where, "cuda").name for where in ("auto", "cpu", "gpu")] == ["auto", "cpu", "gpu"]
+
+
+def resnet50(solver: str) -> list[Task]:
+    """Its largest factors, where most of the time goes."""
+    sizes = [4608] * 3 + [2304] * 6 + [2048] * 5 + [1152] * 4 + [1024] * 12 + [512] * 20 + [256] * 30
+    # Memory that nobody has asked for: none is taken.
+    return [Task(solver, (number,), (torch.empty(1, n, n, device="meta"),)) for number, n in enumerate(sizes)]
 
 
 @pytest.mark.parametrize(
-    ("solver", "device", "cores", "where"),
-    [
-        ("eigen", "cpu", 1, "cpu"),
-        ("inverse", "cpu", 64, "cpu"),
-        ("inverse", "cuda", 64, "gpu"),
-        ("eigen", "cuda", 64, "cpu"),
-        ("eigen", "cuda", 3, "cpu"),
-        ("eigen", "cuda", 2, "gpu"),
-    ],
+    ("solver", "cores", "where"),
+    [("eigen", 12, "cpu"), ("eigen", 3, "cpu"), ("eigen", 1, "gpu"), ("inverse", 12, "cpu"), ("inverse", 2, "gpu")],
 )
-def test_what_should_cost_training_the_least(solver, device, cores, where):
-    assert choose(solver, torch.device(device), cores) == where
+def test_what_should_cost_training_the_least(solver, cores, where):
+    """As measured on an H200: cores hide what they have the time for."""
+    assert choose(resnet50(solver), cores, Costs.of("cuda"), Costs.of("cpu")) == where
+
+
+def test_small_factors_are_for_cores_however_few():
+    small = [Task(solver, ("a",), (torch.empty(4, 64, 64),)) for solver in ("eigen", "inverse")]
+    assert choose(small, 1, Costs.of("cuda"), Costs.of("cpu")) == "cpu"
+
+
+def test_costs_decide_and_not_names():
+    tasks = resnet50("eigen")
+    slow = replace(Costs.of("cpu"), eigen=((1, 1.0), (4608, 100.0)))
+    assert choose(tasks, 64, Costs.of("cuda"), slow) == "gpu"
+    assert choose(tasks, 1, slow, Costs.of("cpu")) == "cpu"
+
+
+def test_each_request_goes_where_it_should():
+    def one(size: int) -> list[Task]:
+        return [Task("eigen", ("a",), (torch.eye(size)[None],))]
+
+    place = Cheaper(Threads(1, 1), Stream(), lambda tasks: "cpu" if tasks[0].factors[0].shape[-1] < 5 else "gpu")
+    for size, where in ((3, "cpu"), (8, "gpu"), (4, "cpu")):
+        (future,) = place.begin(one(size))
+        (solution,) = future.result(10)
+        assert solution.side.matrix.shape == (1, size, size)
+        assert place.name == where
+    place.close()
+
+
+def test_costs_are_measured_where_that_is_asked_for(monkeypatch):
+    threads = []
+
+    def measured(device: torch.device) -> Costs:
+        threads.append((threading.current_thread(), torch.get_num_threads()))
+        return replace(Costs.of(device), device="measured")
+
+    monkeypatch.setattr("natgrad.overlap.places.measure", measured)
+    assert costs_of_two_cores(None) == costs_of_two_cores(Costs.of("cuda")) == Costs.of("cpu")
+    assert threads == []
+    before = torch.get_num_threads()
+    assert costs_of_two_cores("measured").device == "measured"
+    assert threads[0][0] is not threading.main_thread()
+    assert threads[0][1] == 2
+    assert torch.get_num_threads() == before
+
+
+def test_turns_of_one_process_go_by_the_strategys_costs():
+    costs = replace(Costs.of("cpu"), eigen=((1, 1e-3), (6, 1e-3), (7, 1.0)))
+    given = natgrad.KFAC(Mixed(), overlap="staggered", strategy=natgrad.Strategy(costs=costs))
+    assert given._curvature._turns._loads._costs() is costs
+    assert natgrad.KFAC(Mixed(), overlap="staggered")._curvature._turns._loads._costs() == Costs.of("cpu")
 
 
 def test_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch):

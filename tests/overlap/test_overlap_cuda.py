@@ -87,11 +87,14 @@ def test_cores_give_what_the_gpu_gives(solver):
     torch.testing.assert_close(beside, inside, rtol=1e-6, atol=1e-8)
 
 
-def test_the_default_is_cores_for_eigen_and_a_stream_for_inverse():
-    cuda = torch.device("cuda")
-    assert places.choose("eigen", cuda, 12) == "cpu"
-    assert places.choose("inverse", cuda, 12) == "gpu"
-    assert places.choose("eigen", cuda, 1) == "gpu"
+@pytest.mark.parametrize("costs", [None, "measured"])
+def test_costs_choose_where(costs):
+    options = {"delay": 4, "strategy": natgrad.Strategy(costs=costs)}
+    beside, kfac = trained(overlap="background", **options)
+    assert kfac._curvature.jobs.where in ("cpu", "gpu")
+    assert kfac.metrics()["background_failures"] == 0
+    again, _ = trained(overlap=natgrad.Background(kfac._curvature.jobs.where), **options)
+    assert torch.equal(beside, again)
 
 
 @pytest.mark.parametrize("where", ["cpu", "gpu"])

@@ -10,7 +10,7 @@ import torch
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.distribute.balance import choose, place
-from natgrad.distribute.costs import Costs, default_costs, measure
+from natgrad.distribute.costs import Costs, known_costs
 from natgrad.distribute.placement import Placement, Work
 from natgrad.distribute.plan import Plan, plan
 from natgrad.distribute.strategy import Strategy
@@ -76,9 +76,7 @@ def _audience(placement: Placement, team: int, sender: int) -> tuple[int, ...]:
 
 def planned(work: Work, strategy: Strategy, *, ranks: int, device: torch.device, interval: int) -> Plan:
     """The plan of some ranks that need not be there."""
-    costs = strategy.costs if isinstance(strategy.costs, Costs) else None
-    if costs is None:
-        costs = measure(device) if strategy.costs == "measured" else default_costs(device)
+    costs = known_costs(strategy.costs, device)
     placement = placed(work, strategy, strategy.team_size(ranks), ranks, costs, interval, {})
     return plan(work, placement, costs, interval, strategy.name, chosen(work, placement, strategy))
 

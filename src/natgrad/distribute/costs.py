@@ -141,6 +141,13 @@ def default_costs(device: torch.device) -> Costs:
     )
 
 
+def known_costs(given: Costs | str | None, device: torch.device) -> Costs:
+    """Of this device, as `Strategy.costs` has them: given, to be measured, or those of its kind."""
+    if isinstance(given, Costs):
+        return given
+    return measure(device) if given == "measured" else default_costs(device)
+
+
 def measure(device: torch.device, *, seconds: float = 2.0) -> Costs:
     """Costs of this device, timed in float32 within about so many seconds; the link's are the defaults.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from natgrad.blocks.registry import Registry
+from natgrad.distribute.costs import Costs
 from natgrad.errors import Warner
 from natgrad.metrics import Metrics
 from natgrad.overlap.job import Job
@@ -19,7 +20,9 @@ from natgrad.solve.solver import Solved
 
 
 class Jobs:
-    """Requests under way, and when they are taken over. `several`: there are other ranks, which do the same."""
+    """Requests under way, and when they are taken over. `several`: there are other ranks, which do the same.
+    `costs` are those of the device and of two cores.
+    """
 
     def __init__(
         self,
@@ -30,13 +33,14 @@ class Jobs:
         several: bool,
         metrics: Metrics,
         warner: Warner,
+        costs: Callable[[], tuple[Costs, Costs]],
     ) -> None:
         self.when_ready = options.delay == READY or (options.delay is None and not several)
         self._options = options
         self._metrics, self._warner = metrics, warner
         self._solver = solver
         self._complaints: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self._place: Place = place_of(options, device, solver, self._complaints.put)
+        self._place: Place = place_of(options, device, self._complaints.put, costs)
         self._under_way: deque[Job] = deque()
 
     @property

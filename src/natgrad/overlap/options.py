@@ -25,7 +25,8 @@ class Background:
         where: ``"cpu"``: threads of this process, from pinned copies where the model is on a GPU. ``"gpu"``: a thread
             with a stream of its own. ``"step"``: in the step, and yet taken over after `delay`. Or any
             `concurrent.futures.Executor`: a process pool, or the workers of Dask, Ray, MPI on other machines.
-            ``"auto"``: what should cost training the least.
+            ``"auto"``: cores or a stream, by what the factors' decompositions cost there (`Strategy.costs`: measured
+            numbers of such devices, measured here, or given).
         delay: a whole number of steps k: what is asked for at step t is taken over at step t + k, on every rank, and
             waited for if it is late, so that a run repeats bit for bit. ``"ready"``: at the first step after it has
             come; on several ranks only where each layer has one owner. None: ``"ready"`` on one rank, half the interval

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from natgrad.distribute.costs import Costs, default_costs, measure
 from natgrad.overlap.options import Background
 from natgrad.overlap.pool import DaemonPool, ending
 from natgrad.overlap.tasks import Solution, Task, check, pack, solve_packed, solve_tensors, unpack
@@ -31,32 +32,54 @@ class Place(Protocol):
         """Ends what it has started, as soon as it can; another `begin` starts anew."""
 
 
-def place_of(options: Background, device: torch.device, solver: str, complain: Complain) -> Place:
-    """What the options name, or the best of what there is."""
+def place_of(
+    options: Background, device: torch.device, complain: Complain, costs: Callable[[], tuple[Costs, Costs]]
+) -> Place:
+    """What the options name, or the best of what there is. `costs` are those of the device and of two cores, asked for
+    when there is a choice.
+    """
     if not isinstance(options.where, str):
         return Elsewhere(options.where, timeout=options.timeout, complain=complain)
-    workers, threads = options.sizes()
-    where = choose(solver, device, workers * threads) if options.where == "auto" else options.where
-    if where == "step":
+    if options.where == "step":
         return InStep()
-    if where == "gpu":
-        if device.type != "cuda":
-            raise ValueError(f"where='gpu' needs a model on a GPU: this one is on {device}")
+    if options.where == "gpu" and device.type != "cuda":
+        raise ValueError(f"where='gpu' needs a model on a GPU: this one is on {device}")
+    workers, threads = options.sizes()
+    if options.where == "gpu":
         return Stream()
-    return Threads(workers, threads)
+    if options.where == "cpu" or device.type != "cuda":
+        return Threads(workers, threads)
+    return Cheaper(Threads(workers, threads), Stream(), lambda tasks: choose(tasks, workers * threads, *costs()))
 
 
-def choose(solver: str, device: torch.device, cores: int) -> str:
-    """What should cost training the least. A GPU does a Cholesky factorisation on the side, while eigendecompositions
-    take turns with training (an H200, all of ResNet-50's factors: 1.1 s of training's time, against 0.15 s where cores
-    make them): those go to the cores, unless there are too few to come to an end.
+def choose(tasks: Sequence[Task], cores: int, on_device: Costs, on_two_cores: Costs) -> str:
+    """Where decompositions should cost training the least, by what they take here and there.
+
+    Cores cost it next to nothing (a fiftieth of their time), and a GPU all of the time that it takes, beside training
+    or not (ResNet-50 on an H200: 1.17 and 1.41 times SGD with eigendecompositions, 1.14 and 1.16 with inverses). So
+    cores are preferred, unless they would not come to an end: if decompositions in the step would take a twelfth of
+    training's time, which is much, cores that are twelve times as slow just keep up with them.
     """
-    if device.type != "cuda":
-        return "cpu"
-    return "gpu" if solver == "inverse" or cores < _ENOUGH_CORES else "cpu"
+    there, here = (
+        sum(
+            costs.solve(task.solver, factor.shape[-1], stack=factor.shape[0])
+            for task in tasks
+            for factor in task.factors
+        )
+        for costs in (on_device, on_two_cores)
+    )
+    return "cpu" if here * 2 / cores <= _MUCH_SLOWER * there else "gpu"
 
 
-_ENOUGH_CORES = 3
+_MUCH_SLOWER = 12
+
+
+def costs_of_two_cores(given: Costs | str | None) -> Costs:
+    """As `Strategy.costs` has it, which of this machine says no more than whether they are to be measured."""
+    host = torch.device("cpu")
+    if given != "measured":
+        return default_costs(host)
+    return DaemonPool(1, torch_threads=2, name="natgrad-measure").submit(measure, host).result()
 
 
 class InStep:
@@ -115,6 +138,27 @@ class Stream:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
+
+
+class Cheaper:
+    """Cores or the GPU, whatever is better for a request. That is the same for the same request, so that a run which
+    repeats it, or goes on from a checkpoint, gets the same bits.
+    """
+
+    def __init__(self, threads: Threads, stream: Stream, choose: Callable[[Sequence[Task]], str]) -> None:
+        self.name = "auto"
+        self._places: dict[str, Place] = {threads.name: threads, stream.name: stream}
+        self._choose = choose
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Starts where it costs less."""
+        self.name = self._choose(tasks)
+        return self._places[self.name].begin(tasks)
+
+    def close(self) -> None:
+        """Of both."""
+        for place in self._places.values():
+            place.close()
 
 
 class Elsewhere:
