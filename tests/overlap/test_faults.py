@@ -17,7 +17,7 @@ from distribute.mixed import Loop
 from natgrad.overlap import places
 from natgrad.overlap.tasks import Solution, solve_packed, solve_tensors, unpack
 from natgrad.solve.solver import Side
-from overlap.executors import Answering, digest, fingerprint
+from overlap.executors import Answering, digest, fingerprint, until
 from ranks import run_on_ranks
 
 OPTIONS: dict[str, Any] = {"delay": 1, "inv_update_steps": 2}
@@ -172,6 +172,27 @@ class Forgetful(Answering):
 
 def test_an_executor_that_hangs_is_given_up_after_the_timeout():
     unhurt(natgrad.Background(Forgetful(None), timeout=0.05))
+
+
+def test_an_executor_that_hangs_is_asked_ever_more_rarely():
+    """Or each request would make training wait until its timeout."""
+    asked, back = [], threading.Event()
+    answering = Answering(lambda fn, *arguments: fn(*arguments))
+
+    class Counting(Answering):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            asked.append(fn)
+            return answering.submit(fn, *args) if back.is_set() else Future()
+
+    place = natgrad.Background(Counting(None), timeout=0.1)
+    loop = Loop(0, 1, overlap=place, delay=1, inv_update_steps=1)
+    with pytest.warns(natgrad.NatgradWarning, match="did not come"):
+        loop.run(20)
+    assert len(asked) == 4  # of 19 requests: the first, third, sixth and eleventh
+    assert loop.kfac.metrics()["background_failures"] == 18  # the last is not due yet
+    back.set()
+    loop.run(60, skip=20)
+    until(lambda: len(asked) == 4 + 40)  # the twentieth is answered
 
 
 def die(payload: bytes) -> bytes:

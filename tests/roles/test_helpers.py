@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.distribute.mixed import CASES, Mixed, batches, loss_of
 from tests.ranks import run_on_ranks
-from tests.roles.conftest import Hosts, wait_for
+from tests.roles.conftest import Hosts, pause, wait_for
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ from natgrad.roles import post
 from natgrad.roles.deliveries import Deliveries, pack_statistics, unpack_statistics
 from natgrad.roles.directory import Directory
 from natgrad.roles.helpers import with_inverse_workers
+from natgrad.roles.inverse import serve
 from natgrad.roles.role import Role
 from natgrad.roles.stats import Desk
 
@@ -331,6 +332,21 @@ def test_the_end_of_a_fork_leaves_calls_alone(hosts: Hosts):
     assert line._wire is wire
     del kfac
     desk.close()
+
+
+def test_an_inverse_worker_that_hangs_is_lost_after_the_timeout_of_overlap(hosts: Hosts):
+    worker = hosts.start(lambda: serve(hosts.role("inverse", stats=0)))
+    options = {"delay": 1, "inv_update_steps": 1, "factor_update_steps": 1, "lr": 0.1}
+    model, data = Mixed(), list(batches(4))
+    kfac = natgrad.KFAC(model, overlap=natgrad.Background(timeout=0.3), **options, roles=hosts.role(stats=0))
+    helpers = kfac._helpers
+    wait_for(lambda: helpers.inverse.alive == 1)
+    steps(model, kfac, data[:2])
+    pause(worker.pid)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps(model, kfac, data[2:])
+    wait_for(lambda: helpers.inverse.alive == 0)
 
 
 ASKING = """

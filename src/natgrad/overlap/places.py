@@ -171,6 +171,8 @@ class Elsewhere:
     def __init__(self, executor: Executor, *, timeout: float, complain: Complain) -> None:
         self._executor, self._timeout, self._complain = executor, timeout, complain
         self._pool: DaemonPool | None = None
+        self._rest = 0  # requests for which one that hangs is not asked, twice as many each time
+        self._resting = 0
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts all pieces."""
@@ -198,10 +200,15 @@ class Elsewhere:
         until = time.monotonic() + self._timeout
         with _Beside(tasks[0].device, ready):
             here = [Task(task.solver, task.keys, _to_host(task.factors)) for task in tasks]
-            asked = [self._ask(task) for task in here]
+            rests, self._resting = self._resting > 0, max(0, self._resting - 1)
+            silent = TimeoutError("it did not answer in time before, and is not asked for a while")
+            asked = [silent if rests else self._ask(task) for task in here]
             for task, own, answer, future in zip(tasks, here, asked, futures, strict=True):
                 if future.set_running_or_notify_cancel():
                     future.set_result(_to_device(self._answered(own, answer, until), task.device))
+            if not rests:
+                hangs = time.monotonic() >= until
+                self._rest = self._resting = min(_LONGEST_REST, 2 * self._rest or 1) if hangs else 0
 
     def _ask(self, task: Task) -> Future[Any] | Exception:
         try:
@@ -242,6 +249,7 @@ def _awaited(answer: Future[Any], until: float) -> Any:
 
 
 _TURN = 0.25  # seconds
+_LONGEST_REST = 64  # requests
 
 
 def _finished(result: Solutions) -> Future[Solutions]:

@@ -67,8 +67,10 @@ def refuse_role(role: Any, fisher: str) -> None:
 def with_inverse_workers(overlap: Any, inverse: InverseWorkers) -> Background:
     """The option `overlap` where inverse workers make the decompositions."""
     if overlap is None or overlap == "background":
-        return Background(inverse)
+        overlap = Background()
     if isinstance(overlap, Background) and overlap.where == "auto":
+        # Who hangs is lost with the first task: the next ones are not to wait for it as long again.
+        inverse.timeout = overlap.timeout
         return replace(overlap, where=inverse)
     raise ValueError(
         "inverse workers make the decompositions in the background: leave overlap= out, or pass natgrad.Background() "

@@ -112,7 +112,7 @@ class InverseWorkers(Caller, Executor):
         if role.inverse < 1:
             raise ValueError("there are no inverse workers: natgrad.roles.take(inverse=1) makes one")
         super().__init__()
-        self._patience, self._timeout = patience, timeout
+        self._patience, self.timeout = patience, timeout
         self._until = time.monotonic() + patience
         self._news = threading.Condition()
         self._tasks: deque[_Task] = deque()
@@ -225,8 +225,8 @@ class InverseWorkers(Caller, Executor):
 
     def _ask(self, wire: Wire, task: _Task) -> None:
         wire.send(task.payload)
-        status = wire.receive(self._timeout)
-        content = wire.receive(self._timeout)
+        status = wire.receive(self.timeout)
+        content = wire.receive(self.timeout)
         if status == _GOOD:
             task.future.set_result(content)
         else:
