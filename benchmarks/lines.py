@@ -9,8 +9,8 @@ from benchmarks.timing import INTERVALS, Intervals
 from benchmarks.workloads import Configuration
 
 PEER = (
-    "Peer: the second paper's own code as it stands today, on the same machines (one H200; two CPU cores), as measured "
-    "for the issue 'Speed'; not measured by this command."
+    "Peer: the second paper's own code as it stands today, on an H200 (CPU lines: on two cores). Known numbers, not "
+    "measured by this command."
 )
 PEER_WORST = "15-19"
 TARGET_WORST = 2.0
@@ -60,7 +60,7 @@ LINES: tuple[Line, ...] = (
     Line(
         number="2",
         name="resnet50-bf16",
-        label="same, bf16 channels-last",
+        label="ResNet-50, batch 128, bf16 channels-last, 10/100",
         device="cuda",
         configuration=_resnet50("bf16"),
         intervals=RARE,
@@ -100,7 +100,7 @@ LINES: tuple[Line, ...] = (
     Line(
         number="5c",
         name="resnet32-compiled",
-        label="same, against compiled SGD",
+        label="CIFAR ResNet-32, 1/10, against compiled SGD",
         device="cuda",
         configuration=_RESNET32,
         intervals=OFTEN,
@@ -140,7 +140,7 @@ LINES: tuple[Line, ...] = (
     Line(
         number="9c",
         name="resnet20-reduce",
-        label="same, with reduce",
+        label="ResNet-20, batch 128, CPU, 1/10, reduce",
         device="cpu",
         configuration=_RESNET20,
         intervals=OFTEN,

@@ -2,7 +2,7 @@
 
 A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
 of its interval, after a warm-up that has the first two decompositions in it. SGD takes its turns before, after, and
-between periods, so that the drift of a machine cancels. Where decompositions are made in the background the loop is not
+in between, so that the drift of a machine cancels. Where decompositions are made in the background the loop is not
 interrupted: they would go on while SGD has its turn, for nothing. Targets are drawn anew in every step.
 
 Times of single steps are those between events on the training stream, which nobody waits for; the mean is that of the
@@ -35,7 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
 }
 EARLY = 10  # the step of the second decomposition, at the latest
-STRETCH = 50  # steps between SGD's turns, at least
+# Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
+STRETCH = {"cpu": 10, "cuda": 100}
 _SYNCHRONOUS = (None, "staggered")  # overlaps that leave nothing to do while SGD has its turn
 
 
@@ -93,12 +94,12 @@ class Contender:
         return max(self.intervals.factor, min(self.intervals.inverse, EARLY))
 
     def stretches(self, steps: int, device: Device) -> list[int]:
-        """How many steps between SGD's turns; any period in a row has the right number of each kind of step."""
+        """How many steps between SGD's turns; together whole periods, with the right number of each kind of step."""
         period = self.intervals.inverse
         total = math.ceil(steps / period) * period
         if way_options(self.way, self.solver, device).get("overlap") not in _SYNCHRONOUS:
             return [total]
-        each = math.ceil(STRETCH / period) * period
+        each = STRETCH[device.torch.type]
         return [min(each, total - start) for start in range(0, total, each)]
 
 
@@ -115,11 +116,14 @@ class LoopSettings:
 
 @dataclass(kw_only=True)
 class Repeat:
-    """One loop of a contender. Memory is that of its own model, optimizer, K-FAC and data; None where nobody counts."""
+    """One loop of a contender. Memory is that of its own model, optimizer, K-FAC and data; None where nobody counts.
+    `cpu_ratio` compares the seconds of all cores, on a CPU: others who use it disturb them less than the wall's.
+    """
 
     mean_ms: float
     sgd_ms: float
     compiled_ms: float | None
+    cpu_ratio: float | None
     ms: list[float]
     mean_age: float
     largest_age: int
@@ -162,6 +166,9 @@ class Measured:
         compiled = [one.mean_ms / one.compiled_ms for one in self.repeats if one.compiled_ms]
         if compiled:
             found["compiled_ratio"] = statistics.median(compiled)
+        cores = [one.cpu_ratio for one in self.repeats if one.cpu_ratio]
+        if cores:
+            found["cpu_ratio"] = statistics.median(cores)
         peaks = [one.peak_bytes for one in self.repeats if one.peak_bytes]
         sgd = self.repeats[-1].sgd_peak_bytes
         if peaks and sgd:
@@ -202,8 +209,8 @@ class Baseline:
             step(trainer, self._work)
         return trainer
 
-    def turn(self, steps: int | None = None) -> float:
-        """Seconds a step."""
+    def turn(self, steps: int | None = None) -> Mean:
+        """Of eager SGD."""
         return mean_step(self._eager, self._work, steps or self._steps)
 
     def boundary(self) -> None:
@@ -213,18 +220,26 @@ class Baseline:
         self.latest_compiled = None if self._compiled is None else mean_step(self._compiled, self._work, steps)
 
 
+@dataclass(frozen=True)
+class Mean:
+    """Of some steps: seconds by the clock, and of all cores."""
+
+    seconds: float
+    cores: float
+
+
 def step(trainer: Trainer, work: Workload) -> None:
     """On new targets."""
     work.draw_targets()
     trainer.step()
 
 
-def mean_step(trainer: Trainer, work: Workload, steps: int) -> float:
-    """Seconds, of a loop that waits for nothing but its end."""
-    start = work.device.now()
+def mean_step(trainer: Trainer, work: Workload, steps: int) -> Mean:
+    """Of a loop that waits for nothing but its end."""
+    start, cores = work.device.now(), time.process_time()
     for _ in range(steps):
         step(trainer, work)
-    return (work.device.now() - start) / steps
+    return Mean((work.device.now() - start) / steps, (time.process_time() - cores) / steps)
 
 
 def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: LoopSettings) -> Repeat:
@@ -251,10 +266,15 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
     del trainer
     sgd.boundary()
     turns.append(sgd.latest)
-    compiled = [seconds for seconds in (compiled_before, sgd.latest_compiled) if seconds is not None]
+    compiled = [mean.seconds for mean in (compiled_before, sgd.latest_compiled) if mean is not None]
+    # SGD's time of as many steps: for each stretch the mean of its turns before and after.
+    pairs = list(zip(stretches, turns, turns[1:], strict=False))
+    others = sum(length * (one.seconds + two.seconds) / 2 for length, one, two in pairs)
+    cores = sum(length * (one.cores + two.cores) / 2 for length, one, two in pairs)
     return Repeat(
         mean_ms=1e3 * loop.seconds / len(loop.ms),
-        sgd_ms=1e3 * statistics.fmean(turns),
+        sgd_ms=1e3 * others / len(loop.ms),
+        cpu_ratio=None if work.device.is_cuda else loop.cores / cores,
         compiled_ms=1e3 * statistics.fmean(compiled) if compiled else None,
         ms=loop.ms,
         mean_age=statistics.fmean(loop.ages),
@@ -271,7 +291,7 @@ class _Loop:
 
     def __init__(self, work: Workload, *, resident: int) -> None:
         self._work, self._resident = work, resident
-        self.seconds = 0.0
+        self.seconds = self.cores = 0.0
         self.ms: list[float] = []
         self.ages: list[int] = []
         self.peak: int | None = None
@@ -281,13 +301,14 @@ class _Loop:
         assert kfac is not None, "contenders have one"
         laps = Laps(device)
         device.reset_peak()
-        start = device.now()
+        start, cores = device.now(), time.process_time()
         laps.mark()
         for _ in range(steps):
             step(trainer, self._work)
             laps.mark()
             self.ages.append(oldest(kfac))
         self.seconds += device.now() - start
+        self.cores += time.process_time() - cores
         self.ms += [round(1e3 * seconds, 3) for seconds in differences(laps.seconds())]
         peak = device.peak()
         if peak is not None:
@@ -328,6 +349,7 @@ COLUMNS = {
     "sgd_ms": "SGD",
     "ratio": "x SGD",
     "compiled_ratio": "x compiled",
+    "cpu_ratio": "x core seconds",
     "worst_to_median": "worst/median",
     "mean_age": "mean age",
     "largest_age": "largest",

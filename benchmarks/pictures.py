@@ -25,7 +25,7 @@ PART_COLOURS = {
     "optimizer": "#555555",
 }
 THICKNESS = 0.26
-TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _NARROW = 0.045  # parts of a bar below this share have no number
 
 
@@ -77,12 +77,13 @@ def _room(largest: float) -> float:
 
 
 def _label(line: Line, way: str | None) -> str:
-    label = line.label
-    if label.startswith("same"):  # alone it says nothing
-        network = line.configuration.network.label
-        label = f"{network}{label.removeprefix('same')}"
-    head, _, tail = label.rpartition(", ")
-    named = f"{line.number}.  {head},\n{tail}" if len(label) > 30 else f"{line.number}.  {label}"
+    parts = line.label.split(", ")
+    # Two lines of about the same length.
+    cut = min(
+        range(1, len(parts)), key=lambda n: max(len(", ".join(half)) for half in (parts[:n], parts[n:])), default=0
+    )
+    named = ",\n".join(", ".join(half) for half in (parts[:cut], parts[cut:]) if half)
+    named = f"{line.number}.  {named}"
     return named if way is None else f"{named} [{line.way(way)}]"
 
 
@@ -144,7 +145,7 @@ def draw_profiles(files: Mapping[str, Sequence[Mapping[str, Any]]], *, out: Path
         ratio = f"  ({total / sgd:.2f} × SGD)" if sgd and one["solver"] is not None else ""
         panel.text(total + 0.008 * longest, row, f"{total:.3g} ms{ratio}", va="center", fontsize=9)
     panel.set_yticks(range(len(bars)), [label for label, _ in bars])
-    panel.set(xlim=(0, 1.22 * longest), ylim=(len(bars) - 0.5, -0.6), xlabel="ms a step, mean over whole periods")
+    panel.set(xlim=(0, 1.27 * longest), ylim=(len(bars) - 0.5, -0.6), xlabel="ms a step, mean over whole periods")
     panel.tick_params(axis="y", length=0)
     panel.spines["left"].set_visible(False)
     used = [part for part in profiles.PARTS if any(one["parts"].get(part) for _, one in bars)]

@@ -49,6 +49,7 @@ from benchmarks.workloads import SOLVERS, Configuration, Device, Failure, Worklo
 def table_rows(found: Sequence[Record]) -> list[list[str]]:
     """A row for every line and way that was measured."""
     header = ["", "line", "way", "peer", "target", "eigen", "inverse", "worst/median", "peak x SGD", "beyond", "age"]
+    header.append("core seconds")
     result = [header]
     for line in lines.LINES:
         for way in ways_of(found):
@@ -73,6 +74,7 @@ def _cells(line: Line, records: Mapping[str, Record]) -> list[str]:
         both("peak_ratio", ".2f"),
         both("memory_beyond", "+.1%"),
         ages,
+        both("cpu_ratio", ".2f"),
     ]
 
 
@@ -89,21 +91,21 @@ def sentences(found: Sequence[Record]) -> list[str]:
     """The two lines that are about other numbers: the worst step, and memory."""
     told = []
     for way in ways_of(found):
+        beyond = []
         for line in lines.LINES:
             summaries = {solver: one["summary"] for solver, one in records_of(line, found, way).items()}
-            beyond = {solver: one["memory_beyond"] for solver, one in summaries.items() if "memory_beyond" in one}
-            if line.number == "1" and summaries:
+            if line.number == "1" and any(summaries.values()):
                 worst = ", ".join(f"{name} {one['worst_to_median']:.2f}" for name, one in summaries.items() if one)
-                told.append(
-                    f"7. {way}: worst step over median step, {line.label}: {worst} "
-                    f"(peer {PEER_WORST}, target {TARGET_WORST:g})"
-                )
-            if beyond and not line.compiled:
-                parts = ", ".join(f"{name} {part:+.1%}" for name, part in beyond.items())
-                told.append(
-                    f"8. {line.way(way)}: peak memory beyond SGD's, factors and decompositions, {line.label}: {parts} "
-                    f"(target {TARGET_MEMORY:.0%})"
-                )
+                told.append(f"7. Worst step over median step, {line.label}, {way}: {worst}")
+                told[-1] += f" (peer {PEER_WORST}, target {TARGET_WORST:g})"
+            known = [f"{one['memory_beyond']:+.1%}" for one in summaries.values() if "memory_beyond" in one]
+            if known and not line.compiled:
+                beyond.append(f"{line.number}: {' / '.join(known)}")
+        if beyond:
+            told.append(
+                f"8. Memory beyond SGD's peak, factors and decompositions, as a part of SGD's peak, {way}, by line"
+            )
+            told[-1] += f" (target {TARGET_MEMORY:.0%}): {', '.join(beyond)}"
     return told
 
 
@@ -112,7 +114,8 @@ def report(found: Sequence[Record]) -> None:
     loops = [record for record in found if record["kind"] == "loop"]
     if loops:
         print(f"\n{loops[-1]['device']}, torch {loops[-1]['torch']}; eigen / inverse; ages of decompositions in steps:")
-        print("  mean (largest); beyond: memory beyond SGD's, factors and decompositions, of SGD's")
+        print("  mean (largest); beyond: memory beyond SGD's, factors and decompositions, of SGD's;")
+        print("  core seconds (CPU): the ratio of those, which others on the machine disturb less than the clock's")
         print(text_table(table_rows(found), left=3))
         print("\n".join([*sentences(found), PEER]), flush=True)
     parts = [record for record in found if record["kind"] == "profile"]

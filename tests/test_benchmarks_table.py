@@ -42,6 +42,7 @@ def repeat(**changes) -> Repeat:
         "mean_ms": 3.0,
         "sgd_ms": 2.0,
         "compiled_ms": 1.0,
+        "cpu_ratio": None,
         "ms": [2.0, 2.0, 8.0],
         "mean_age": 5.0,
         "largest_age": 9,
@@ -88,10 +89,14 @@ def test_options_of_ways_add_up(monkeypatch):
         loops.chosen_ways("quick", compiled=False)
 
 
-def test_sgd_has_its_turns_between_periods_but_not_while_something_runs_in_the_background():
+def test_sgd_has_its_turns_in_between_but_not_while_something_runs_in_the_background():
     rare, often = Intervals(factor=10, inverse=100), Intervals(factor=1, inverse=10)
-    assert Contender(solver="eigen", way="plain", intervals=rare).stretches(300, CPU) == [100, 100, 100]
-    assert Contender(solver="eigen", way="staggered", intervals=often).stretches(120, CPU) == [50, 50, 20]
+    assert Contender(solver="eigen", way="plain", intervals=rare).stretches(30, CPU) == [10] * 10
+    assert Contender(solver="eigen", way="staggered", intervals=Intervals(factor=1, inverse=12)).stretches(20, CPU) == [
+        10,
+        10,
+        4,
+    ]
     assert Contender(solver="eigen", way="background", intervals=rare).stretches(301, CPU) == [400]
     assert [Contender(solver="eigen", way="plain", intervals=each).warm_up for each in (rare, often)] == [20, 20]
 
@@ -129,12 +134,12 @@ def test_lines_are_those_of_the_device():
 
 
 def test_the_table_of_tiny_models(few, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loops, "STRETCH", 4)
+    monkeypatch.setitem(loops.STRETCH, "cpu", 2)
     out = tmp_path / "one.json"
     options = ["--steps", "4", "--sgd-steps", "2", "--repeats", "2", "--device", "cpu"]
     assert table.main(["--lines", "1,2", "--ways", "plain", *options, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "worst step over median step, Tiny, 1" in printed
+    assert "Worst step over median step, Tiny, 1" in printed
     found = records.read(out)
     assert [(one["solver"], one["way"]) for one in found] == [
         ("eigen", "plain"),
