@@ -194,7 +194,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--ways", default="fast", help=f"{', '.join(names_of_ways())}, or several with + (default %(default)s)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
     add("--steps", type=int, default=300, help="of a loop, at least (default %(default)s)")
-    add("--sgd-steps", type=int, default=50, help="of one of SGD's turns (default %(default)s)")
+    add("--sgd-steps", type=int, help="of one of SGD's turns, at most (default 50, CPU 10)")
     add("--repeats", type=int, default=3, help="of all loops, at most (default %(default)s)")
     add("--budget", type=float, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
     add("--compile-sgd", action="store_true", help="compiled SGD beside every line, not only where one asks for it")
@@ -215,7 +215,8 @@ def measured(given: argparse.Namespace) -> Run:
     ways, solvers = chosen_ways(given.ways, compiled=given.compile), given.solver.split(",")
     if not set(solvers) <= set(SOLVERS):
         raise ValueError(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
-    if min(given.steps, given.sgd_steps, given.repeats, given.profile_steps) < 1:
+    sgd_steps = given.sgd_steps or (50 if device.is_cuda else 10)
+    if min(given.steps, sgd_steps, given.repeats, given.profile_steps) < 1:
         raise ValueError("--steps, --sgd-steps, --repeats and --profile-steps are at least 1")
     kind = device.torch.type
     chosen = [] if given.profile and given.lines is None else chosen_lines(given.lines, kind, lines.LINES)
@@ -228,7 +229,7 @@ def measured(given: argparse.Namespace) -> Run:
         some = [line for line in chosen if line.configuration == configuration]
         settings = LoopSettings(
             steps=given.steps,
-            sgd_steps=given.sgd_steps,
+            sgd_steps=sgd_steps,
             repeats=given.repeats,
             budget=given.budget or (60.0 if device.is_cuda else 900.0),
             compile_sgd=given.compile_sgd or any(line.compiled for line in some),
