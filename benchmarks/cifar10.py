@@ -33,7 +33,7 @@ from torch.nn import functional
 
 import natgrad
 from benchmarks.approximations.common import text_table
-from benchmarks.timing import Device
+from benchmarks.workloads import Device
 from natgrad.models import cifar_convnet, resnet20
 
 SIZE, MARGIN = 32, 4

@@ -2,11 +2,15 @@
 
     python -m benchmarks.step_cost                      # the suite of this machine: cpu, or h200 where there is a GPU
     python -m benchmarks.step_cost --model resnet50 --batch 128 --precision bf16 --solver eigen --profile
+    python -m benchmarks.step_cost --model gpt --batch 48 --precision bf16 --loop 300 --ways plain,background
 
 Three kinds of step are timed apart: one that only preconditions, one that takes statistics too (*factor*), and one
 that also decomposes the factors (*decompose*). What K-FAC costs at given intervals follows by counting: at 10/100
 (statistics every 10 steps, decompositions every 100), 100 steps are 90 that only precondition, 9 factor steps and
-1 decomposition step. ``--loop N`` checks that by the mean over N steps of a real loop.
+1 decomposition step. ``--loop N`` takes the mean over N steps of real loops (`benchmarks.loops`), in any of the
+``--ways``: plain, background, staggered, reduce, fast, or several with +.
+
+``--table`` is ``python -m benchmarks.table``: real loops again, beside targets and other code, with a picture.
 
 All methods take turns in each round, a ratio compares medians of the same round, and its median over rounds is
 reported with the range: a machine's speed drifts more than the methods differ. Where others use the machine too, look
@@ -20,76 +24,62 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import natgrad
+from benchmarks.approximations.common import facts, text_table
+from benchmarks.loops import Contender, LoopSettings, Measured, chosen_ways, measure_loops, names_of_ways, rows
+from benchmarks.table import main as table_main
 from benchmarks.timing import (
     INTERVALS,
     KINDS,
-    NETWORKS,
-    PRECISIONS,
     PRECONDITION,
-    SOLVERS,
     STEP,
     SUITES,
-    Configuration,
-    Device,
     Result,
     Settings,
-    Workload,
     amortised,
-    failing_into,
     measure,
 )
+from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Device, Workload, failing_into
 
 
 def table(results: Sequence[Result]) -> str:
     """A block of lines a method: times, ratios to SGD, their range over rounds, ratios of the fastest steps."""
     sgd = results[0]
     compiled = next((result for result in results if result.name == "SGD compiled"), None)
-    loops = [f"{intervals} loop" for intervals in INTERVALS] if any(result.loops for result in results) else []
-    rows = [["", "", *KINDS, *map(str, INTERVALS), *loops, "peak memory"]]
+    lines = [["", "", *KINDS, *map(str, INTERVALS), "peak memory"]]
     for result in results:
-        rows += _method_rows(result, sgd, compiled, loops)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(left + right).rstrip())
-    return "\n".join(lines)
+        lines += _method_rows(result, sgd, compiled)
+    return text_table(lines, left=2)
 
 
-def _method_rows(result: Result, sgd: Result, compiled: Result | None, loops: list[str]) -> list[list[str]]:
-    empty = [""] * (len(INTERVALS) + len(loops))
+def _method_rows(result: Result, sgd: Result, compiled: Result | None) -> list[list[str]]:
+    empty = [""] * len(INTERVALS)
     name = result.name if result.error is None else f"{result.name} (failed)"
     memory = "-" if result.peak is None else f"{result.peak / 2**30:.2f} GiB"
-    rows = [[name, "ms", *_by_kind(result.median_ms(), "{:.1f}"), *empty, memory]]
+    found = [[name, "ms", *_by_kind(result.median_ms(), "{:.1f}"), *empty, memory]]
     if result is sgd:
-        return rows
+        return found
     for label, baseline in (("x SGD", sgd), ("x compiled", compiled)):
         ratios = {} if baseline is None or baseline is result else result.ratios(baseline)
         if baseline is None or not ratios:
             continue
         ratio = memory_ratio(result, baseline)
         means = _by_intervals(result.ratio(baseline))
-        loop = [f"{result.loops[str(i)]:.2f}" if str(i) in result.loops else "" for i in INTERVALS[: len(loops)]]
-        if baseline is compiled:
-            loop = [""] * len(loops)  # the loop was compared with SGD
-        rows.append(["", label, *_by_kind(result.ratio(baseline)), *means, *loop, f"{ratio:.2f}" if ratio else ""])
+        found.append(["", label, *_by_kind(result.ratio(baseline)), *means, f"{ratio:.2f}" if ratio else ""])
         if baseline is sgd:
             spread = {kind: f"{min(values):.2f}-{max(values):.2f}" for kind, values in ratios.items()}
             best = result.best_ratio(sgd)
-            rows.append(["", "range", *_by_kind(spread, "{}"), *empty, ""])
-            rows.append(["", "best", *_by_kind(best), *_by_intervals(best), *[""] * len(loops), ""])
-    return rows
+            found.append(["", "range", *_by_kind(spread, "{}"), *empty, ""])
+            found.append(["", "best", *_by_kind(best), *_by_intervals(best), ""])
+    return found
 
 
 def _by_kind(values: Mapping[str, float | str], form: str = "{:.2f}") -> list[str]:
@@ -130,12 +120,7 @@ def records(work: Workload, results: Sequence[Result], settings: Settings) -> It
     for result in results:
         ratio = result.ratio(sgd)
         yield {
-            "benchmark": "step_cost",
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "natgrad": natgrad.__version__,
-            "torch": torch.__version__,
-            "device": str(work.device),
-            **asdict(work.configuration),
+            **facts(work.device, benchmark="step_cost", **asdict(work.configuration)),
             "method": result.name,
             "steps": settings.steps,
             "rounds": len(next(iter(result.seconds.values()), [])),
@@ -145,7 +130,6 @@ def records(work: Workload, results: Sequence[Result], settings: Settings) -> It
             "amortised": amortised(ratio),
             "best_ratio": result.best_ratio(sgd),
             "best_amortised": amortised(result.best_ratio(sgd)),
-            "loop": result.loops,
             "peak_bytes": result.peaks,
             "memory_ratio": memory_ratio(result, sgd),
             "trouble": result.trouble,
@@ -166,16 +150,34 @@ def report(work: Workload, results: Sequence[Result], settings: Settings) -> str
             print(f"{result.name}: {result.error}")
     line = summary(work, results)
     print(line, flush=True)
+    _append(settings, records(work, results, settings))
+    return line
+
+
+def _append(settings: Settings, found: Iterable[Mapping[str, Any]]) -> None:
     if settings.json is not None:
         with settings.json.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records(work, results, settings))
-    return line
+            file.writelines(json.dumps(record) + "\n" for record in found)
+
+
+def report_loops(work: Workload, found: Sequence[Measured], settings: Settings) -> None:
+    """Prints the table of real loops, appends the records."""
+    print(f"\nloops of {work.configuration}; the mean over all steps")
+    print(text_table(rows(found)), flush=True)
+    what = facts(work.device, benchmark="loop", **asdict(work.configuration))
+    _append(settings, ({**what, "method": one.name, **one.summary(), "error": one.error} for one in found))
 
 
 # The command
 
 
-def run(configuration: Configuration, device: Device, settings: Settings) -> tuple[str, bool]:
+def run(
+    configuration: Configuration,
+    device: Device,
+    settings: Settings,
+    loops: LoopSettings | None = None,
+    ways: Sequence[str] = (),
+) -> tuple[str, bool]:
     """Measures one configuration and prints its report. Returns the summary, and whether all of it worked."""
     whole = Result(name=str(configuration))
     with failing_into(whole):
@@ -184,7 +186,18 @@ def run(configuration: Configuration, device: Device, settings: Settings) -> tup
         torch.compiler.reset()
         work = Workload(configuration, device)
         results = measure(work, settings)
-        return report(work, results, settings), all(result.error is None for result in results)
+        line, errors = report(work, results, settings), [result.error for result in results]
+        if loops is not None:
+            contenders = [
+                Contender(solver=solver, way=way, intervals=intervals)
+                for intervals in INTERVALS
+                for way in ways
+                for solver in settings.solvers
+            ]
+            found = measure_loops(work, contenders, loops)
+            report_loops(work, found, settings)
+            errors += [one.error for one in found]
+        return line, not any(errors)
     return f"{configuration}: failed ({whole.error})", False
 
 
@@ -196,20 +209,26 @@ def arguments() -> argparse.ArgumentParser:
     add("--model", choices=sorted(NETWORKS), help="one workload instead of a suite")
     add("--batch", type=int, help="with --model (default 128)")
     add("--precision", choices=PRECISIONS, help="with --model (default fp32)")
-    add("--image", type=int, help="with --model: height and width (default: what the model is made for)")
+    add("--size", type=int, help="with --model: height and width, or tokens (default: what the model is made for)")
+    add("--classes", type=int, help="with --model: classes, or words of a GPT (default 1000, CIFAR 10, GPT 1024)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
     add("--rounds", type=int, help="turns of each method (default 5, CPU 8)")
     add("--steps", type=int, help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
     add("--budget", type=float, help="seconds for the rounds of a workload, the first apart (default 55, CPU 180)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
+    add("--compile", action="store_true", help="K-FAC with a compiled model too")
     add("--loop", type=int, default=0, metavar="N", help="also the mean over N steps of real loops")
+    add("--ways", default="plain", help=f"of loops: {', '.join(names_of_ways())}, or several with + (default plain)")
+    add("--table", action="store_true", help="python -m benchmarks.table, with its options")
     add("--profile", action="store_true", help="also where the time of single steps goes")
     add("--json", type=Path, help="append one line of JSON a method to this file")
     return parser
 
 
-def parsed(argv: Sequence[str] | None) -> tuple[list[Configuration], Device, Settings]:
+def parsed(
+    argv: Sequence[str] | None,
+) -> tuple[list[Configuration], Device, Settings, LoopSettings | None, list[str]]:
     """What the command line asks for."""
     parser = arguments()
     given = parser.parse_args(argv)
@@ -217,21 +236,25 @@ def parsed(argv: Sequence[str] | None) -> tuple[list[Configuration], Device, Set
     solvers = tuple(given.solver.split(","))
     if not set(solvers) <= set(SOLVERS):
         parser.error(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
-    single = [name for name in ("batch", "precision", "image") if getattr(given, name) is not None]
+    single = [name for name in ("batch", "precision", "size", "classes") if getattr(given, name) is not None]
     if given.model is None and single:
         parser.error(f"--{single[0]} belongs to --model")
     if given.model is not None and given.suite is not None:
         parser.error("--model or --suite, not both")
-    numbers = [n for n in (given.batch, given.image, given.rounds, given.steps) if n is not None]
+    numbers = [n for n in (given.batch, given.size, given.classes, given.rounds, given.steps) if n is not None]
     if min(numbers, default=1) < 1 or given.loop < 0:
-        parser.error("--batch, --image, --rounds and --steps are at least 1, --loop at least 0")
+        parser.error("--batch, --size, --classes, --rounds and --steps are at least 1, --loop at least 0")
     if given.model is None:
         configurations = SUITES[given.suite or ("h200" if device.is_cuda else "cpu")]
     else:
-        image = given.image or NETWORKS[given.model].image
-        configurations = [
-            Configuration(model=given.model, batch=given.batch or 128, precision=given.precision or "fp32", image=image)
-        ]
+        one = Configuration(
+            model=given.model,
+            batch=given.batch or 128,
+            precision=given.precision or "fp32",
+            size=given.size,
+            classes=given.classes,
+        )
+        configurations = [one]
     settings = Settings(
         solvers=solvers,
         # Many short rounds on the CPU, which is rarely ours alone.
@@ -239,18 +262,30 @@ def parsed(argv: Sequence[str] | None) -> tuple[list[Configuration], Device, Set
         steps=given.steps or (10 if device.is_cuda else 2),
         budget=given.budget or (55.0 if device.is_cuda else 180.0),
         compile_sgd=given.compile_sgd,
-        loop=given.loop,
+        compile=given.compile,
         profile=given.profile,
         json=given.json,
     )
-    return configurations, device, settings
+    try:
+        ways = chosen_ways(given.ways, compiled=given.compile)
+    except ValueError as error:
+        parser.error(str(error))
+    loops = None
+    if given.loop:
+        sgd_steps = min(50, given.loop)
+        loops = LoopSettings(steps=given.loop, sgd_steps=sgd_steps, repeats=1, compile_sgd=given.compile_sgd)
+    return configurations, device, settings, loops, ways
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 1 where something in it failed."""
-    configurations, device, settings = parsed(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--table" in words:
+        words.remove("--table")
+        return table_main(words)
+    configurations, device, settings, loops, ways = parsed(words)
     start = time.perf_counter()
-    outcomes = [run(configuration, device, settings) for configuration in configurations]
+    outcomes = [run(configuration, device, settings, loops, ways) for configuration in configurations]
     if len(outcomes) > 1:
         print("\n" + "\n".join(line for line, _ in outcomes))
     print(f"({time.perf_counter() - start:.0f} s in all)")

@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-import natgrad
-from natgrad.models import cifar_resnet, resnet50
+from benchmarks.workloads import Configuration, Device, Trainer, Workload, failing_into
 
 STEP, PRECONDITION, FACTOR, DECOMPOSE = "step", "precondition", "factor", "decompose"
 KINDS = (PRECONDITION, FACTOR, DECOMPOSE)
-SOLVERS = ("eigen", "inverse")
-PRECISIONS = ("fp32", "tf32", "bf16")
 _NEVER = 1_000_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """How to build a network and what it takes."""
-
-    build: Callable[[], nn.Module]
-    image: int
-    classes: int
-
-
-def tiny() -> nn.Module:
-    """For tests of benchmarks."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)
-    )
-
-
-NETWORKS = {
-    "tiny": Network(build=tiny, image=8, classes=10),
-    "resnet20": Network(build=lambda: cifar_resnet(depth=20), image=32, classes=10),
-    "resnet32": Network(build=lambda: cifar_resnet(depth=32), image=32, classes=10),
-    "resnet50": Network(build=resnet50, image=224, classes=1000),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """One workload."""
-
-    model: str
-    batch: int
-    precision: str
-    image: int
-
-    def __str__(self) -> str:
-        return f"{self.model} batch {self.batch} {self.image}x{self.image} {self.precision}"
-
-
 def _configuration(model: str, batch: int, precision: str) -> Configuration:
-    return Configuration(model=model, batch=batch, precision=precision, image=NETWORKS[model].image)
+    return Configuration(model=model, batch=batch, precision=precision)
 
 
 SUITES = {
@@ -73,6 +28,7 @@ SUITES = {
     "h200": [
         _configuration("resnet32", 128, "tf32"),
         *(_configuration("resnet50", batch, precision) for precision in ("tf32", "bf16") for batch in (32, 128)),
+        _configuration("gpt", 48, "bf16"),
     ],
 }
 
@@ -106,152 +62,9 @@ class Settings:
     steps: int
     budget: float
     compile_sgd: bool
-    loop: int
+    compile: bool
     profile: bool
     json: Path | None
-
-
-# The machine
-
-
-class Device:
-    """A torch device, with a clock and a memory gauge. On the CPU there is no gauge."""
-
-    def __init__(self, name: str) -> None:
-        self.torch = torch.device(name)
-        self.is_cuda = self.torch.type == "cuda"
-
-    def __str__(self) -> str:
-        if self.is_cuda:
-            return str(torch.cuda.get_device_name(self.torch))
-        return f"cpu ({torch.get_num_threads()} threads)"
-
-    def now(self) -> float:
-        """Seconds, once all work so far is done."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.torch)
-        return time.perf_counter()
-
-    def allocated(self) -> int:
-        """Bytes in use by tensors."""
-        return torch.cuda.memory_allocated(self.torch) if self.is_cuda else 0
-
-    def reset_peak(self) -> None:
-        """Starts a new measurement of peak memory."""
-        if self.is_cuda:
-            torch.cuda.reset_peak_memory_stats(self.torch)
-
-    def peak(self) -> int | None:
-        """Most bytes in use at a time since `reset_peak`."""
-        return torch.cuda.max_memory_allocated(self.torch) if self.is_cuda else None
-
-    def set_precision(self, precision: str) -> None:
-        """Process-wide. By the older switches: torch refuses to answer about them once the newer ones were used."""
-        if precision == "tf32" and not self.is_cuda:
-            raise ValueError("tf32 needs a GPU")
-        fast = precision != "fp32" and self.is_cuda
-        torch.set_float32_matmul_precision("high" if fast else "highest")
-        torch.backends.cudnn.allow_tf32 = fast
-        torch.backends.cudnn.benchmark = True
-
-    def settle(self) -> None:
-        """Frees what nobody uses, and makes cuBLAS allocate its lasting workspaces (of this thread and of autograd's)
-        now, so that they are counted for no method.
-        """
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-            layer = nn.Linear(64, 64, device=self.torch)
-            layer(torch.ones(64, 64, device=self.torch)).sum().backward()
-
-
-# Training
-
-
-class Workload:
-    """A configuration on a device, with its one batch of random data."""
-
-    def __init__(self, configuration: Configuration, device: Device) -> None:
-        self.configuration = configuration
-        self.device = device
-        self._network = NETWORKS[configuration.model]
-        self._half = configuration.precision == "bf16"
-        self._format = torch.channels_last if self._half else torch.contiguous_format
-        generator = torch.Generator().manual_seed(0)
-        size = (configuration.batch, 3, configuration.image, configuration.image)
-        images = torch.randn(size, generator=generator).to(device.torch)
-        self.images = images.contiguous(memory_format=self._format)
-        labels = torch.randint(self._network.classes, (configuration.batch,), generator=generator)
-        self.labels = labels.to(device.torch)
-
-    @property
-    def classes(self) -> int:
-        """How many there are."""
-        return self._network.classes
-
-    @property
-    def data_bytes(self) -> int:
-        """What every method holds besides its model."""
-        return self.images.nbytes + self.labels.nbytes
-
-    def model(self) -> nn.Module:
-        """A new model, always with the same initial weights."""
-        torch.manual_seed(0)
-        model = self._network.build().to(self.device.torch)
-        model.to(memory_format=self._format)  # type: ignore[call-overload]  # missing in the stubs
-        return model
-
-    def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
-        """The training loss of the batch."""
-        with torch.autocast(self.device.torch.type, dtype=torch.bfloat16, enabled=self._half):
-            return functional.cross_entropy(model(self.images), self.labels)
-
-
-Mark = Callable[[str], None]
-
-
-class Trainer:
-    """A model, SGD, and K-FAC in front of it where options for it are given."""
-
-    def __init__(self, work: Workload, *, kfac: dict[str, Any] | None = None, compiled: bool = False) -> None:
-        self._work = work
-        model = work.model()
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        self.kfac = None if kfac is None else natgrad.KFAC(model, optimizer=self._optimizer, **kfac)
-
-    def step(self, *, mark: Mark = lambda phase: None) -> None:
-        """One step of training; `mark` is called at the end of each phase."""
-        self._optimizer.zero_grad()
-        loss = self._work.loss(self._forward)
-        mark("forward")
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        mark("backward")
-        if self.kfac is not None:
-            self.kfac.step()
-            mark("kfac.step")
-        self._optimizer.step()
-        mark("optimizer.step")
-
-    def timed(self) -> float:
-        """Seconds of one step, alone on the device."""
-        start = self._work.device.now()
-        self.step()
-        return self._work.device.now() - start
-
-    def mean(self, steps: int) -> float:
-        """Seconds a step when nobody waits for the device in between."""
-        start = self._work.device.now()
-        for _ in range(steps):
-            self.step()
-        return (self._work.device.now() - start) / steps
-
-    def phases(self) -> dict[str, float]:
-        """Seconds of each phase of one step."""
-        now = self._work.device.now
-        ends = [("", now())]
-        self.step(mark=lambda phase: ends.append((phase, now())))
-        return {ends[i][0]: ends[i][1] - ends[i - 1][1] for i in range(1, len(ends))}
 
 
 class Plan:
@@ -358,7 +171,7 @@ class Method:
         return ", ".join(f"{metrics[name]} {name}" for name in names if metrics[name]) or None
 
     def stop(self) -> None:
-        """After a failure: K-FAC must not go on waiting for statistics, see `_lead`."""
+        """At the end: K-FAC must not go on waiting for statistics, see `_lead`."""
         if self.trainer.kfac is not None:
             self.trainer.kfac.detach()
 
@@ -379,7 +192,6 @@ class Result:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
-    loops: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     trouble: str | None = None
 
@@ -425,31 +237,13 @@ def amortised(ratio: dict[str, float]) -> dict[str, float]:
     return {str(intervals): intervals.amortised(ratio) for intervals in INTERVALS}
 
 
-class Failing(Protocol):
-    """What may go wrong."""
-
-    name: str
-    error: str | None
-
-
-@contextmanager
-def failing_into(result: Failing) -> Iterator[None]:
-    """Whatever goes wrong is printed and kept as text, and the benchmark goes on."""
-    try:
-        yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".strip()
-        result.error = text.splitlines()[0]
-        print(f"\n{result.name} failed:\n{traceback.format_exc()}", flush=True)
-
-
 def measure(work: Workload, settings: Settings) -> list[Result]:
     """All methods in turns; SGD first."""
     start = time.perf_counter()
     planned: list[tuple[str, dict[str, Any]]] = [("SGD", {})]
     if settings.compile_sgd:
         planned.append(("SGD compiled", {"compiled": True}))
-    planned += [(f"K-FAC {solver}", {"solver": solver}) for solver in settings.solvers]
+    planned += [(f"K-FAC {solver}", {"solver": solver, "compiled": settings.compile}) for solver in settings.solvers]
     results = [Result(name=name) for name, _ in planned]
     methods: list[tuple[Method, Result]] = []
     for (name, options), result in zip(planned, results, strict=True):
@@ -469,7 +263,11 @@ def measure(work: Workload, settings: Settings) -> list[Result]:
     for method, result in methods:
         with failing_into(result):
             result.trouble = method.troubles()
-    _extras(work, [(method, result) for method, result in methods if result.error is None], settings)
+    for method, result in methods:
+        if settings.profile and method.name != "SGD compiled" and result.error is None:
+            with failing_into(result):
+                profile(method, work)
+        method.stop()
     return results
 
 
@@ -480,39 +278,6 @@ def _one_round(methods: Iterable[tuple[Method, Result]], steps: int) -> None:
                 result.add(method.round(steps))
             if result.error is not None:
                 method.stop()
-
-
-def _extras(work: Workload, methods: list[tuple[Method, Result]], settings: Settings) -> None:
-    sgd = next((method for method, _ in methods if method.name == "SGD"), None)
-    for method, result in methods:
-        if settings.profile and method.name != "SGD compiled":
-            with failing_into(result):
-                profile(method, work)
-        if settings.loop and sgd is not None and method.solver is not None:
-            for intervals in INTERVALS:
-                with failing_into(result):
-                    ratio = measure_loop(work, sgd.trainer, method.solver, intervals, settings.loop)
-                    result.loops[str(intervals)] = ratio
-
-
-def measure_loop(work: Workload, sgd: Trainer, solver: str, intervals: Intervals, steps: int) -> float:
-    """The mean step of a K-FAC loop over that of SGD, in turns of one period of the intervals, at least `steps` in
-    all.
-    """
-    options = {"solver": solver, "factor_update_steps": intervals.factor, "inv_update_steps": intervals.inverse}
-    trainer = Trainer(work, kfac=options)
-    assert trainer.kfac is not None, "made with options for it"
-    try:
-        for _ in range(intervals.factor + 2):
-            trainer.step()
-        # Any so many steps in a row hold the right number of each kind.
-        turns = [
-            (trainer.mean(intervals.inverse), sgd.mean(intervals.inverse))
-            for _ in range(math.ceil(steps / intervals.inverse))
-        ]
-    finally:
-        trainer.kfac.detach()
-    return sum(own for own, _ in turns) / sum(other for _, other in turns)
 
 
 # Profiling
@@ -553,6 +318,3 @@ def _print_top(title: str, events: Iterable[Any], attribute: str, *, count: int 
     print(f"  {title} ({total / 1e3:.1f} ms in all)")
     for cost, calls, name in costs[:count]:
         print(f"    {cost / 1e3:9.2f} ms {cost / max(total, 1e-9):6.1%} {calls:6d} x  {name[:80]}")
-
-
-# Reporting

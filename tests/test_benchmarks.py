@@ -16,13 +16,14 @@ pytest.importorskip("rich")
 
 from benchmarks import autoencoder, cifar10, digits
 from benchmarks.approximations import alexnet, common, reduce, sharing
+from benchmarks.laps import background_ended, differences
 from benchmarks.overlap import cifar10 as overlapped
 from benchmarks.overlap import times as step_times
 from benchmarks.overlap.__main__ import main as overlap
-from benchmarks.overlap.common import background_ended, chosen, differences, every
+from benchmarks.overlap.common import chosen, every
 from benchmarks.ranks import balance, times, traffic
 from benchmarks.ranks.common import Table
-from benchmarks.timing import Device
+from benchmarks.workloads import Device
 
 import natgrad
 from natgrad.distribute.costs import default_costs

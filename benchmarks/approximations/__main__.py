@@ -18,7 +18,7 @@ import torch
 from benchmarks.approximations.alexnet import run_alexnet
 from benchmarks.approximations.reduce import run_reduce
 from benchmarks.approximations.sharing import run_sharing
-from benchmarks.timing import (
+from benchmarks.workloads import (
     PRECISIONS,
     Device,
 )

@@ -30,9 +30,9 @@ from benchmarks.timing import (
     KINDS,
     PRECONDITION,
     STEP,
-    Device,
     Plan,
 )
+from benchmarks.workloads import Device
 from natgrad.models import AlexNet
 
 

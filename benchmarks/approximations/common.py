@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import natgrad
-from benchmarks.timing import (
+from benchmarks.workloads import (
     Device,
 )
 from natgrad.blocks.factor import Factor

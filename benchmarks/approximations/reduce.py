@@ -20,7 +20,7 @@ from benchmarks.approximations.common import (
     progress_bar,
     text_table,
 )
-from benchmarks.timing import (
+from benchmarks.workloads import (
     Configuration,
     Device,
     Trainer,
@@ -237,7 +237,7 @@ def run_reduce(given: argparse.Namespace, device: Device) -> dict[str, Any]:
             costs.append(layer_costs(layer, device, batch=batch, precision=given.precision, repeats=given.repeats))
             progress.update(task, advance=1)
         progress.update(task, description="a whole iteration")
-        configuration = Configuration(model="resnet50", batch=batch, precision=given.precision, image=given.image)
+        configuration = Configuration(model="resnet50", batch=batch, precision=given.precision, size=given.image)
         trainer = Trainer(Workload(configuration, device))
         iteration = median_seconds(trainer.step, device, repeats=given.repeats)
         progress.update(task, advance=1)

@@ -24,7 +24,7 @@ from benchmarks.approximations.common import (
     progress_bar,
     text_table,
 )
-from benchmarks.timing import (
+from benchmarks.workloads import (
     Device,
 )
 from natgrad.models import GPT, GoogLeNet

@@ -27,19 +27,16 @@ from torch import Tensor
 
 from benchmarks.approximations.common import facts, progress_bar, text_table
 from benchmarks.cifar10 import Images, Settings, Training, Variant, batches, label_powers, load, padded, shuffled_crops
+from benchmarks.laps import Laps, background_ended, counters, oldest
 from benchmarks.overlap.common import (
     COLOURS,
     OVERLAPS,
-    Laps,
-    background_ended,
     chosen,
-    counters,
     every,
-    oldest,
     set_style,
     write,
 )
-from benchmarks.timing import Device
+from benchmarks.workloads import Device
 
 BASELINE = "synchronous"
 VARIANTS = {

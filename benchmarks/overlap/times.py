@@ -25,20 +25,16 @@ from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.approximations.common import facts, text_table
+from benchmarks.laps import Laps, background_ended, counters, differences, oldest
 from benchmarks.overlap.common import (
     COLOURS,
     OVERLAPS,
-    Laps,
-    background_ended,
     chosen,
-    counters,
-    differences,
     every,
-    oldest,
     set_style,
     write,
 )
-from benchmarks.timing import (
+from benchmarks.workloads import (
     NETWORKS,
     PRECISIONS,
     SOLVERS,
@@ -168,7 +164,7 @@ def _time_steps(measured: Measured, trainer: Trainer, work: Workload, settings: 
 
 
 def _step(trainer: Trainer, work: Workload) -> None:
-    work.labels.random_(work.classes)
+    work.draw_targets()
     trainer.step()
 
 
@@ -282,12 +278,13 @@ def _strip(panel: Any, one: Measured, sgd: Measured | None, colour: str) -> None
 
 def title_of(head: Mapping[str, Any]) -> str:
     """What the picture shows, in words."""
-    work, settings = Configuration(**head["workload"]), head["settings"]
+    # What is called size now was called image when docs/overlap-times.json was written.
+    found = {"size" if name == "image" else name: value for name, value in head["workload"].items()}
+    work, settings = Configuration(**found), head["settings"]
     often = [every(settings[name], "step") for name in ("factor_steps", "inv_steps")]
-    model = {"resnet50": "ResNet-50", "resnet32": "ResNet-32", "resnet20": "ResNet-20"}.get(work.model, work.model)
     precision = {"tf32": "TF32", "fp32": "FP32"}.get(work.precision, work.precision)
     return (
-        f"Time of every step: {model}, batch {work.batch}, {work.image}², {precision}, "
+        f"Time of every step: {work.network.label}, batch {work.batch}, {work.data}, {precision}, "
         f"{head['device'].removeprefix('NVIDIA ')}\n"
         f"statistics {often[0]}, decompositions {often[1]}"
     )
@@ -301,7 +298,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=sorted(NETWORKS), default="resnet50")
     add("--batch", type=int, default=128)
-    add("--image", type=int, help="height and width (default: what the model is made for)")
+    add("--size", type=int, help="height and width, or tokens (default: what the model is made for)")
     add("--precision", choices=PRECISIONS, help="default tf32 on a GPU, else fp32")
     add("--steps", type=int, default=320, help="measured, of each configuration (default %(default)s)")
     add("--warmup", type=int, help="steps before (default: those between decompositions, and 10)")
@@ -332,11 +329,8 @@ def run(given: argparse.Namespace) -> bool:
     )
     precision = given.precision or ("tf32" if device.is_cuda else "fp32")
     device.set_precision(precision)
-    image = given.image or NETWORKS[given.model].image
-    work = Workload(
-        Configuration(model=given.model, batch=given.batch, precision=precision, image=image),
-        device,
-    )
+    configuration = Configuration(model=given.model, batch=given.batch, precision=precision, size=given.size)
+    work = Workload(configuration, device)
     head = facts(device, workload=asdict(work.configuration), settings=asdict(settings))
     print(f"{work.configuration} on {device}, torch {torch.__version__}", flush=True)
     out: Path = given.out / "overlap-times.json"

@@ -1,0 +1,228 @@
+"""The table of step costs: its arithmetic, and all of it on tiny models. Nothing about time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from benchmarks import lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks.lines import Line, chosen_lines
+from benchmarks.loops import Contender, LoopSettings, Measured, Repeat
+from benchmarks.timing import Intervals
+from benchmarks.workloads import Configuration, Device, Trainer, Workload
+
+CPU = Device("cpu")
+TINY = Configuration(model="tiny", batch=4, precision="fp32")
+OFTEN = Intervals(factor=1, inverse=2)
+
+
+def line(number: str, **options) -> Line:
+    given = {"configuration": TINY, "intervals": OFTEN, "device": "cpu", "peer": {"eigen": 3.0, "inverse": 2.0}}
+    options = {**given, "target": {"eigen": 1.5, "inverse": 1.2}, **options}
+    return Line(number=number, name=f"tiny{number}", label=f"Tiny, {number}", **options)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Lines of tiny models, in the place of all."""
+    gpt = Configuration(model="tiny-gpt", batch=3, precision="bf16")
+    some = (line("1"), line("1c", compiled=True, peer={}), line("2", plus="reduce"), line("3", configuration=gpt))
+    monkeypatch.setattr(lines, "LINES", some)
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # it would take seconds
+    return some
+
+
+def repeat(**changes) -> Repeat:
+    values = {
+        "mean_ms": 3.0,
+        "sgd_ms": 2.0,
+        "compiled_ms": 1.0,
+        "cpu_ratio": None,
+        "ms": [2.0, 2.0, 8.0],
+        "mean_age": 5.0,
+        "largest_age": 9,
+        "peak_bytes": 150,
+        "sgd_peak_bytes": 100,
+        "state_bytes": 40,
+        "counters": {},
+    }
+    return Repeat(**{**values, **changes})
+
+
+def test_a_language_model_is_a_workload_too():
+    work = Workload(Configuration(model="tiny-gpt", batch=3, precision="bf16", size=5, classes=7), CPU)
+    model = work.model()
+    assert model.head.out_features == 7
+    assert str(work.configuration) == "tiny-gpt batch 3 of 5 tokens bf16"
+    loss = work.loss(model)
+    assert loss.item() == pytest.approx(torch.tensor(7.0).log().item(), rel=0.1)
+    work.draw_targets()
+    assert work.loss(model).item() != loss.item()
+    trainer = Trainer(work, kfac={"solver": "inverse"})
+    trainer.step()
+    assert trainer.kfac.report()["blocks.0.mlp.0.weight"].covered
+    trainer.kfac.detach()
+
+
+def test_options_of_ways_add_up(monkeypatch):
+    for name, options in {
+        "fast": {"a": 1},
+        "fast/cpu": {"b": 2},
+        "fast/inverse": {"a": 3},
+        "fast/cuda": {"c": 4},
+    }.items():
+        monkeypatch.setitem(loops.WAYS, name, options)
+    assert loops.way_options("fast", "eigen", CPU) == {"solver": "eigen", "a": 1, "b": 2}
+    assert loops.way_options("fast+reduce", "inverse", CPU) == {
+        "solver": "inverse",
+        "a": 3,
+        "b": 2,
+        "sharing": "reduce",
+    }
+    assert loops.chosen_ways("fast,plain+compile", compiled=True) == ["fast+compile", "plain+compile"]
+    with pytest.raises(ValueError, match="quick"):
+        loops.chosen_ways("quick", compiled=False)
+
+
+def test_sgd_has_its_turns_in_between_but_not_while_something_runs_in_the_background():
+    rare, often = Intervals(factor=10, inverse=100), Intervals(factor=1, inverse=10)
+    assert Contender(solver="eigen", way="plain", intervals=rare).stretches(30, CPU) == [10] * 10
+    assert Contender(solver="eigen", way="staggered", intervals=Intervals(factor=1, inverse=12)).stretches(20, CPU) == [
+        10,
+        10,
+        4,
+    ]
+    assert Contender(solver="eigen", way="background", intervals=rare).stretches(301, CPU) == [400]
+    assert [Contender(solver="eigen", way="plain", intervals=each).warm_up for each in (rare, often)] == [20, 20]
+
+
+def test_the_warm_up_has_two_decompositions_in_it():
+    work = Workload(TINY, CPU)
+    contender = Contender(solver="eigen", way="plain", intervals=Intervals(factor=2, inverse=30))
+    found = loops.measure_loops(work, [contender], LoopSettings(steps=30, sgd_steps=2, repeats=1))[0]
+    assert len(found.repeats[0].ms) == 30
+    # Of the four factors: the first at 0, the second at 10, the third 30 steps later.
+    assert found.repeats[0].counters["decompositions"] == 3 * 4
+    assert found.repeats[0].largest_age == 29
+    assert found.error is None
+
+
+def test_a_summary_by_hand():
+    one = Measured(contender=Contender(solver="eigen", way="plain", intervals=OFTEN))
+    assert one.summary() == {}
+    one.repeats = [repeat(), repeat(mean_ms=4.0), repeat(mean_ms=10.0, peak_bytes=140)]
+    found = one.summary()
+    assert (found["ratio"], found["compiled_ratio"], found["worst_to_median"]) == (2.0, 4.0, 4.0)
+    assert (found["peak_ratio"], found["memory_beyond"]) == (1.5, pytest.approx(0.1))
+    one.repeats = [repeat(peak_bytes=None, sgd_peak_bytes=None, compiled_ms=None)]
+    assert not {"peak_ratio", "memory_beyond", "compiled_ratio"} & set(one.summary())
+    assert loops.rows([one])[1][1:4] == ["3.00", "2.00", "1.500"]
+
+
+def test_lines_are_those_of_the_device():
+    assert [one.number for one in chosen_lines(None, "cpu")] == ["9a", "9b", "9c"]
+    assert [one.number for one in chosen_lines("5,gpt,1", "cuda")] == ["5", "5c", "6", "1"]
+    with pytest.raises(ValueError, match="9a"):
+        chosen_lines("1", "cpu")
+    for one in lines.LINES:
+        assert one.peer.keys() | one.target.keys() <= {"eigen", "inverse"}
+
+
+def test_the_table_of_tiny_models(few, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(loops.STRETCH, "cpu", 2)
+    out = tmp_path / "one.json"
+    options = ["--steps", "4", "--sgd-steps", "2", "--repeats", "2", "--device", "cpu"]
+    assert table.main(["--lines", "1,2", "--ways", "plain", *options, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "Worst step over median step, Tiny, 1" in printed
+    found = records.read(out)
+    assert [(one["solver"], one["way"]) for one in found] == [
+        ("eigen", "plain"),
+        ("inverse", "plain"),
+        ("eigen", "plain+reduce"),
+        ("inverse", "plain+reduce"),
+    ]
+    assert all(len(one["repeats"]) == len(one["ratios"]) == 2 for one in found)
+    assert all("compiled_ratio" in one["summary"] for one in found)  # line 1 is 1c too
+    # Another run, of another line, and one of the same measurements again: the later one wins.
+    other, whole = tmp_path / "two.json", tmp_path / "whole.json"
+    options = [*options, "--solver", "eigen"]
+    assert table.main(["--lines", "3,1", "--ways", "plain,background", *options, "--out", str(other)]) == 0
+    assert table.main(["--merge", str(out), str(other), "--out", str(whole)]) == 0
+    together = records.read(whole)
+    assert len(together) == 7
+    assert next(one for one in together if one["way"] == "plain") == records.read(other)[2]
+    whole.with_suffix(".png").unlink()
+    assert table.main(["--plot-only", str(whole)]) == 0
+    assert whole.with_suffix(".png").stat().st_size > 1000
+    assert "Tiny, 3" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(few, tmp_path, monkeypatch):
+    once = loops.measure_once
+
+    def stopping(contender, *rest):
+        if contender.solver == "inverse":
+            raise KeyboardInterrupt
+        return once(contender, *rest)
+
+    monkeypatch.setattr(loops, "measure_once", stopping)
+    out = tmp_path / "part.json"
+    with pytest.raises(KeyboardInterrupt):
+        table.main(["--lines", "1", "--steps", "2", "--sgd-steps", "1", "--device", "cpu", "--out", str(out)])
+    assert [one["solver"] for one in records.read(out)] == ["eigen"]
+
+
+def test_what_fails_does_not_hide_the_rest(few, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(loops.WAYS, "fast/inverse", {"damping": -1.0})
+    out = tmp_path / "part.json"
+    options = ["--steps", "2", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu", "--out", str(out)]
+    assert table.main(["--lines", "1", *options]) == 1
+    assert [one["error"] is None for one in records.read(out)] == [True, False]
+    assert "failed" in capsys.readouterr().out
+
+
+def test_marks_of_targets_reached(few):
+    record = {"summary": {"ratio": 1.3, "compiled_ratio": 2.0}, "error": None}
+    assert table._reached(few[0], "eigen", record) == "1.300 ✓"
+    assert table._reached(few[0], "inverse", record) == "1.300 ✗"
+    assert table._reached(few[1], "eigen", record) == "2.000 ✗"
+    assert table._reached(few[0], "eigen", None) == "-"
+
+
+def test_parts_of_a_step(few, tmp_path, capsys):
+    files = [tmp_path / f"{name}.json" for name in ("before", "after")]
+    for path in files:
+        assert table.main(["--profile", "--profile-steps", "4", "--device", "cpu", "--out", str(path)]) == 0
+    found = records.read(files[0])
+    assert [one["solver"] for one in found] == [None, "eigen", "inverse"]
+    assert set(found[0]["parts"]) == {"forward", "backward", "optimizer"}
+    assert set(found[1]["parts"]) == set(profiles.PARTS)
+    assert "precondition" in capsys.readouterr().out
+    out = tmp_path / "parts.png"
+    assert table.main(["--plot-profile", *map(str, files), "--out", str(out)]) == 0
+    assert out.stat().st_size > 1000
+    with pytest.raises(ValueError, match="no profile"):
+        pictures.draw_profiles({"none": []}, out=out)
+
+
+def test_step_costs_with_loops(tmp_path, capsys):
+    out = tmp_path / "costs.jsonl"
+    options = ["--batch", "4", "--rounds", "1", "--steps", "1", "--device", "cpu", "--json", str(out)]
+    loop = ["--loop", "100", "--ways", "plain,background", "--solver", "inverse"]
+    assert step_cost.main(["--model", "tiny", *options, *loop]) == 0
+    assert "inverse, background, 1/10" in capsys.readouterr().out
+    found = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [one["benchmark"] for one in found] == ["step_cost"] * 2 + ["loop"] * 4
+
+
+def test_the_table_is_an_option_of_step_cost(few, tmp_path):
+    out = tmp_path / "whole.json"
+    options = ["--steps", "2", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu", "--out", str(out)]
+    assert step_cost.main(["--table", "--lines", "1", "--solver", "eigen", *options]) == 0
+    assert len(records.read(out)) == 1
