@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from helpers import gradients
 from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
-from natgrad.solve.linalg import symmetric_eigen
+from natgrad.solve.linalg import symmetric_eigen, symmetric_inverse
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -344,3 +344,30 @@ def test_compiled_preconditioning(solver: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     KFAC(model, factor_update_steps=3, solver=solver, compile_preconditioning=True).attach(optimizer)
     steps_without_waiting(model, optimizer)
+
+
+def test_eigendecompositions_by_several_threads_are_those_of_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(7, 300, 90, generator=generator).cuda()
+    stack = rows.mT @ rows
+    one, several = symmetric_eigen(stack), symmetric_eigen(stack, threads=4)
+    assert torch.equal(one.values, several.values)
+    assert torch.equal(one.vectors, several.vectors)
+    assert several.failed == [False] * 7
+    broken = stack.clone()
+    broken[3] = torch.nan
+    found = symmetric_eigen(broken, threads=4)
+    assert found.failed == [False, False, False, True, False, False, False]
+    torch.testing.assert_close(found.values[4], one.values[4])
+
+
+@pytest.mark.parametrize("size", [64, 600])
+def test_inverses_of_a_stack_are_those_of_its_matrices(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 2 * size, size, generator=generator, dtype=torch.float64).cuda()
+    stack = rows.mT @ rows
+    found = symmetric_inverse(stack)
+    torch.testing.assert_close(
+        found.matrices @ stack, torch.eye(size, dtype=stack.dtype, device="cuda").expand(3, -1, -1)
+    )
+    assert found.failed == [False] * 3

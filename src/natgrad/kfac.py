@@ -124,6 +124,7 @@ class KFAC:
         max_vector_size: vectors longer than this get a diagonal block.
         stats_fraction: the part of each batch that a sampled or exact Fisher is taken from, in a pass of its own.
         unfuse_recurrent: run `nn.LSTM`, `nn.GRU` and `nn.RNN` without fused kernels on steps that take statistics.
+        cuda_graph: on a GPU, replay the arithmetic of ordinary steps as a CUDA graph: the same bits, one launch.
         compile_preconditioning: compile the arithmetic of every step with `torch.compile`: some seconds once, less work
             for the host in every step.
         generator: draws the targets of the sampled Fisher, and the cases of `stats_fraction`.
@@ -176,6 +177,7 @@ class KFAC:
         max_vector_size: int = 256,
         stats_fraction: float = 1.0,
         unfuse_recurrent: bool = True,
+        cuda_graph: bool = True,
         compile_preconditioning: bool = False,
         generator: torch.Generator | None = None,
         strategy: str | Strategy = "auto",
@@ -271,6 +273,7 @@ class KFAC:
             max_factor_size=max_factor_size,
             max_vector_size=max_vector_size if vectors == "full" else 0,
         )
+        self._cuda_graph = flag("cuda_graph", cuda_graph)
         self._compiled = flag("compile_preconditioning", compile_preconditioning)
         self._together: Together | None = None
         self._joining: Joining | None = None
@@ -342,7 +345,7 @@ class KFAC:
 
     def _new_preconditioner(self, solver: str, rule: str) -> Preconditioner:
         others = None if self._together is None else self._together.spread
-        return Preconditioner(solver, rule, compiled=self._compiled, others=others)
+        return Preconditioner(solver, rule, compiled=self._compiled, cuda_graph=self._cuda_graph, others=others)
 
     def _new_jobs(self, overlap: Overlap | None, solver: str, strategy: Strategy) -> Jobs | None:
         if not isinstance(overlap, Background):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.callers import is_inner_step
 from natgrad.options import Hyperparameter
 from natgrad.parameters import any_nonzero
-from natgrad.precondition.preconditioner import LearningRate
+from natgrad.precondition.rates import LearningRate
 
 _LINKS = "_natgrad_links"  # the attribute of an optimizer that knows who is attached to it
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
+from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
+from natgrad.precondition.replay import Replay
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve
 
-LearningRate = float | Tensor
-Rates = LearningRate | list[list[LearningRate]]
-
+THREADS = 8
+"""Of eigendecompositions that training waits for, on a GPU."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Keys = Callable[[KroneckerBlock], tuple[Hashable, ...]]
@@ -94,13 +95,22 @@ class Preconditioner:
     ranks that share the work; `solved` has their blocks too, without sides.
     """
 
-    def __init__(self, solver: str, rule: str, *, compiled: bool = False, others: Others | None = None) -> None:
+    def __init__(
+        self,
+        solver: str,
+        rule: str,
+        *,
+        compiled: bool = False,
+        cuda_graph: bool = True,
+        others: Others | None = None,
+    ) -> None:
         self.solver = solver
         self.rule = rule
         self.others = others
         self.decompositions = 0  # sides that this process has decomposed so far
         self._compiled = torch.compile(self._replace) if compiled else None
         self._compiled_directions = torch.compile(self._directions) if compiled else self._directions
+        self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
         self._shapes: dict[Hashable, Tensor] = {}  # on several ranks, of all sides
@@ -120,7 +130,7 @@ class Preconditioner:
         Returns how many failed and kept their last good form.
         """
         request = self.prepare(blocks, damping, step, whole)
-        return self.install(request, solve(request.factors, self.solver))
+        return self.install(request, solve(request.factors, self.solver, threads=THREADS))
 
     @torch.no_grad()
     def prepare(
@@ -252,11 +262,11 @@ class Preconditioner:
         apart = self.others is not None and self.others.apart and bool(self.solved)
         if not stacks and not apart:
             return None
-        rates = [_rates(stack, learning_rate) for stack in stacks]
+        rates = [rates_of(stack, learning_rate) for stack in stacks]
         if apart:
             clipped = self._replace_together(stacks, gradients, damping, kappa, rates, finite, norms)
         elif self._compiled is None:
-            clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
+            clipped = self._replayed(stacks, gradients, damping, kappa, rates, finite, norms)
         else:
             # Numbers as tensors: compiled code must not be made anew for every value of a schedule.
             number = self._numbers()
@@ -270,11 +280,31 @@ class Preconditioner:
                 whole.masked_fill_(self._uncovered[name], 0)
         return clipped
 
+    def _replayed(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: float,
+        kappa: float | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+        norms: Mapping[str, Tensor] | None,
+    ) -> Clip:
+        """By a CUDA graph where that can be, else launch by launch."""
+        clipped = None
+        if self._replay is not None and norms is None and stacks[0].device.type == "cuda":
+            clipped = self._replay.run(self._replace, stacks, gradients, damping, kappa, rates, finite)
+        if clipped is None:
+            clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
+        return clipped
+
     def _numbers(self) -> _Numbers:
         return _Numbers(next(iter(self.solved.values())).scale)
 
     def _present_stacks(self) -> list[Stack]:
         if self._stacks is None:
+            if self._replay is not None:
+                self._replay.clear()
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks
@@ -341,7 +371,7 @@ class Preconditioner:
                 direction = direction * ratio
                 gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
             directions.append(direction)
-            lengths.append(_squared_length(stack, gradient * direction, rate))
+            lengths.append(squared_length(stack, gradient * direction, rate))
         return directions, torch.stack(lengths).sum()
 
     def _replace_together(
@@ -454,25 +484,3 @@ def _form(side: Side) -> Hashable:
     return tuple(
         None if part is None else (part.shape[1:], part.dtype, part.device) for part in (side.matrix, side.values)
     )
-
-
-def _rates(stack: Stack, learning_rate: Callable[[str], LearningRate]) -> Rates:
-    """The learning rate of all parameters of a stack, or where they differ a list of them for every member."""
-    rates = [[learning_rate(layout.name) for layout in member.block.layouts] for member in stack.members]
-    first = rates[0][0]
-    if all(rate is first or (not isinstance(rate, Tensor) and rate == first) for group in rates for rate in group):
-        return first if isinstance(first, Tensor) else float(first)
-    return rates
-
-
-def _squared_length(stack: Stack, products: Tensor, rates: Rates) -> Tensor:
-    """α² vᵀ∇ from v ∘ ∇ (K, rows, columns), with each parameter's own learning rate."""
-    if not isinstance(rates, list):
-        return products.sum(dtype=torch.float64) * rates**2
-    products = products.sum(1, dtype=torch.float64)
-    total = products.new_zeros(())
-    for member, part, group in zip(stack.members, stack.members_parts(products), rates, strict=True):
-        widths = [layout.shape[2] for layout in member.block.layouts]
-        for columns, rate in zip(part.split(widths, dim=1), group, strict=True):
-            total = total + columns.sum() * rate**2
-    return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -83,9 +84,19 @@ class Stack:
         for member, part in zip(members, self._scale.split(self._counts), strict=True):
             member.scale = part
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._scale.device
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Its parameters; one that several members cover in slices stands there as often."""
+        return [layout.name for member in self.members for layout in member.block.layouts]
+
     def has_gradient(self, gradients: Mapping[str, Tensor | None]) -> bool:
         """Whether there is anything to precondition."""
-        return any(gradients[layout.name] is not None for member in self.members for layout in member.block.layouts)
+        return any(gradients[name] is not None for name in self.names)
 
     def gather(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """The members' gradients as (K, rows, columns); zero for members without one."""

@@ -137,6 +137,7 @@ class KFACOptions:
     max_factor_size: int | None = field(None, "larger sides get a diagonal factor", at_least=1)
     max_vector_size: int | None = field(None, "longer vectors get a diagonal block", at_least=1)
     stats_fraction: float | None = field(None, "part of a batch that statistics are taken from", above=0, at_most=1)
+    cuda_graph: bool | None = field(None, "replay ordinary steps as a CUDA graph, on a GPU")
     compile_preconditioning: bool | None = field(None, "compile the arithmetic of preconditioning")
     strategy: Literal["auto", "comm-opt", "layer-wise", "hybrid"] | None = field(None, "how ranks share the work")
     grad_worker_fraction: float | None = field(None, "part of the ranks in a hybrid's team", above=0, at_most=1)

@@ -8,7 +8,9 @@ What still fails is reported, so that the caller can keep what it had.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 JITTER = 1e-6  # relative to the largest diagonal entry
 # cuSOLVER takes 13 ms for n = 512 and 5 ms for 513, where another routine begins; it pays from about 300 on (an H200).
 _PAD_ABOVE, _PADDED = 288, 513
+# From here on cuSOLVER takes longer for a stack than for its matrices one by one: half as long for 2304² (an H200).
+_ALONE = 512
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class Inverse:
     failed: list[bool]
 
 
-def symmetric_eigen(stack: Tensor) -> Eigen:
-    """Eigendecomposition of a stack (K, n, n)."""
-    (values, vectors), failed = _climb(_eigh, stack)
+def symmetric_eigen(stack: Tensor, *, threads: int = 1) -> Eigen:
+    """Eigendecomposition of a stack (K, n, n); on a GPU by so many `threads`."""
+    beside = threads > 1 and stack.is_cuda and stack.shape[0] > 1
+    function = partial(_eigh_beside, min(threads, stack.shape[0])) if beside else _eigh
+    (values, vectors), failed = _climb(function, stack)
     return Eigen(values.clamp_(min=0), vectors, failed)
 
 
@@ -65,7 +71,31 @@ def _eigh(stack: Tensor) -> Results:
     return values[:, :size].contiguous(), vectors[:, :size, :size].contiguous()
 
 
+def _eigh_beside(threads: int, stack: Tensor) -> Results:
+    """One thread and stream for each part of a stack: a single eigendecomposition leaves most of a GPU idle, and keeps
+    its host thread waiting.
+    """
+    now = torch.cuda.current_stream(stack.device)
+    values, vectors = torch.empty_like(stack[..., 0]), torch.empty_like(stack)
+
+    def decompose(number: int) -> None:
+        own = torch.cuda.Stream(stack.device)
+        own.wait_stream(now)
+        with torch.cuda.stream(own), torch.no_grad():
+            for index in range(number, stack.shape[0], threads):
+                one_values, one_vectors = _eigh(stack[index : index + 1])
+                values[index], vectors[index] = one_values[0], one_vectors[0]
+        own.synchronize()  # nothing outlives this: all of it can be freed
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="natgrad-eigh") as pool:
+        for done in [pool.submit(decompose, number) for number in range(threads)]:
+            done.result()
+    return values, vectors
+
+
 def _cholesky_inverse(stack: Tensor) -> Results:
+    if stack.is_cuda and stack.shape[0] > 1 and stack.shape[-1] >= _ALONE:
+        return (torch.cat([_cholesky_inverse(one)[0] for one in stack.split(1)]),)
     lower, info = torch.linalg.cholesky_ex(stack)
     inverse = torch.cholesky_inverse(lower)
     # cholesky_ex does not raise: a failure becomes NaN and is seen with the other non-finite results.
@@ -119,7 +149,7 @@ def _attempt(function: Callable[[Tensor], Results], stack: Tensor) -> Results | 
 
 def _template(function: Callable[[Tensor], Results], stack: Tensor) -> Results:
     matrices = torch.empty_like(stack)
-    return (torch.empty_like(stack[..., 0]), matrices) if function is _eigh else (matrices,)
+    return (matrices,) if function is _cholesky_inverse else (torch.empty_like(stack[..., 0]), matrices)
 
 
 def _finite(results: Results) -> list[bool]:

@@ -59,16 +59,16 @@ class Solved:
     failed: dict[Hashable, list[bool]]
 
 
-def solve(factors: Mapping[Hashable, Tensor], solver: str) -> Solved:
-    """Decomposes factors, stacks of them at once."""
-    return solve_eigen(factors) if solver == "eigen" else solve_inverse(factors)
+def solve(factors: Mapping[Hashable, Tensor], solver: str, *, threads: int = 1) -> Solved:
+    """Decomposes factors, stacks of them at once; see `symmetric_eigen` for `threads`."""
+    return solve_eigen(factors, threads=threads) if solver == "eigen" else solve_inverse(factors)
 
 
-def solve_eigen(factors: Mapping[Hashable, Tensor]) -> Solved:
+def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1) -> Solved:
     """Eigendecompositions of factors (stack, n, n); a diagonal factor (stack, n) is its own."""
 
     def dense(stack: Tensor) -> tuple[Side, list[bool]]:
-        result = symmetric_eigen(stack)
+        result = symmetric_eigen(stack, threads=threads)
         for index in (i for i, bad in enumerate(result.failed) if bad):
             # Without an earlier decomposition the factor's diagonal must do.
             result.vectors[index] = torch.eye(stack.shape[-1], dtype=stack.dtype, device=stack.device)

@@ -25,8 +25,12 @@ def second_moment(rows: Tensor, *, homogeneous: bool = False, diagonal: bool = F
     moment = _product(rows, dtype)
     if not homogeneous:
         return moment
-    stack, count, size = rows.shape
-    total = rows.sum(dim=1, dtype=dtype)
+    return with_ones(moment, rows.sum(dim=1, dtype=dtype), rows.shape[1])
+
+
+def with_ones(moment: Tensor, total: Tensor, count: int) -> Tensor:
+    """The moment of rows with a 1 appended, (stack, n, n) → (stack, n + 1, n + 1), from the rows' sum (stack, n)."""
+    stack, size = total.shape
     result = moment.new_empty(stack, size + 1, size + 1)
     result[:, :size, :size] = moment
     result[:, size, :size] = total

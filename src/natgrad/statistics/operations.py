@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.statistics.gram import accumulation_dtype, second_moment
+from natgrad.statistics import gpu
+from natgrad.statistics.gram import accumulation_dtype, second_moment, with_ones
 from natgrad.statistics.rank_one import rank_one
 
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
@@ -189,12 +190,24 @@ class Convolution:
         """See `Operation`."""
         if self.reduced:
             return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
+        if not self.transposed and not diagonal[0] and gpu.takes(saved[0]):
+            return [self._gpu_factor(saved[0], homogeneous=homogeneous)]
         total = None
         for part in self._chunks(saved[0]):
             moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
             total = moment if total is None else total.add_(moment)
         assert total is not None, "split yields at least one chunk"
         return [total]
+
+    def _gpu_factor(self, x: Tensor, *, homogeneous: bool) -> Tensor:
+        (k, m), (s, t), (p, q), (d, e) = self.kernel, self.stride, self.padding, self.dilation
+        moment = gpu.moment_of_places(
+            x, groups=self.groups, kernel=(k, m), stride=(s, t), padding=(p, q), dilation=(d, e)
+        )
+        if not homogeneous:
+            return moment
+        places = math.prod(self.places(x.shape))
+        return with_ones(moment, self._mean_patches(x).sum(1) * places, x.shape[0] * places)
 
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel), without making a patch.
@@ -260,6 +273,8 @@ class Convolution:
             places = list(range(2, derivative.dim()))
             sums = derivative.sum(places, dtype=accumulation_dtype(derivative.dtype))
             return second_moment(sums.reshape(cases, self.groups, -1).transpose(0, 1), diagonal=diagonal)
+        if not diagonal and gpu.takes(derivative):
+            return gpu.moment_of_places(derivative, groups=self.groups)
         grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
         if derivative.stride(1) != 1:
             rows = grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1).mT

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.statistics import gpu
 from natgrad.statistics.gram import accumulation_dtype, second_moment
 
 Multiplier = Callable[[Sequence[Tensor]], Tensor]
@@ -122,6 +123,9 @@ class ByChannel:
     def gradients(self, derivative: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """Each case's gradient of the gain, (cases, channels)."""
         x, mean, reciprocal = self._constants(saved)
+        if gpu.sums(x) and derivative.dtype != torch.float64:
+            sums, products = gpu.case_sums(derivative, x)
+            return (products - mean * sums) * reciprocal
         products = derivative * x
         if x.dim() > 2:
             places, dtype = list(range(2, x.dim())), accumulation_dtype(derivative.dtype)

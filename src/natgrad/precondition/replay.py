@@ -1,0 +1,190 @@
+"""The arithmetic of an ordinary step as a CUDA graph: one launch in place of hundreds.
+
+A graph reads and writes fixed memory. Gradients get new memory in every step, so they are copied in and out, all at
+once; numbers that schedules change are tensors that are filled anew where they have changed. Decompositions are
+refreshed in place, and the next replay sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.precondition.clip import Clip
+from natgrad.precondition.rates import LearningRate, Rates, mapped
+from natgrad.precondition.stack import Stack
+
+
+class Replace(Protocol):
+    """What is captured: gradients are replaced in place."""
+
+    def __call__(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: Tensor,
+        kappa: Tensor | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+        norms: None,
+    ) -> Clip:
+        """See `Preconditioner._replace`."""
+
+
+class Replay:
+    """Captures the second of two steps in a row that do the same work, and replays it as long as that is so."""
+
+    def __init__(self) -> None:
+        self._last: _Work | None = None
+        self._captured: _Captured | None = None
+        self._works = True
+
+    def clear(self) -> None:
+        """The stacks are no more."""
+        self._last = self._captured = None
+
+    def run(
+        self,
+        replace: Replace,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        damping: float,
+        kappa: float | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+    ) -> Clip | None:
+        """Preconditions like `replace`; None where that is to be done without a graph, this time or always."""
+        if not self._works or torch.cuda.is_current_stream_capturing():
+            return None
+        numbers = _Numbers()
+        slots = [mapped(rate, numbers.slot) for rate in rates]
+        numbers.add(damping)
+        if kappa is not None:
+            numbers.add(kappa)
+        work = _Work(stacks, gradients, slots, capped=kappa is not None, checked=finite is not None)
+        if self._captured is None or self._captured.work != work:
+            again, self._last, self._captured = self._last == work, work, None
+            if not again:
+                return None
+            try:
+                self._captured = _Captured(work, gradients, numbers.values, finite, replace)
+            except RuntimeError:  # whatever a graph cannot hold: the gradients have not been touched
+                self._works = False
+                self.clear()
+                return None
+        return self._captured.replay(gradients, numbers.values, finite)
+
+
+class _Numbers:
+    """The numbers of a step, equal ones once: which are equal is a part of the work, what they are is not."""
+
+    def __init__(self) -> None:
+        self.values: list[LearningRate] = []
+        self._slots: dict[float | int, int] = {}
+
+    def slot(self, value: LearningRate) -> int:
+        """Where a number is found."""
+        key = id(value) if isinstance(value, Tensor) else float(value)
+        if key not in self._slots:
+            self._slots[key] = self.add(value)
+        return self._slots[key]
+
+    def add(self, value: LearningRate) -> int:
+        """A place of its own."""
+        self.values.append(value)
+        return len(self.values) - 1
+
+
+class _Work:
+    """What a graph is made for: these stacks, these gradients, these numbers being equal."""
+
+    def __init__(
+        self,
+        stacks: Sequence[Stack],
+        gradients: Mapping[str, Tensor | None],
+        slots: Sequence[int | list[list[int]]],
+        *,
+        capped: bool,
+        checked: bool,
+    ) -> None:
+        self.stacks = list(stacks)
+        covered = dict.fromkeys(name for stack in stacks for name in stack.names)
+        self.names = [name for name in covered if gradients[name] is not None]
+        self.slots = slots
+        self.capped = capped
+        self.checked = checked
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Work)
+            and len(self.stacks) == len(other.stacks)
+            and all(one is another for one, another in zip(self.stacks, other.stacks, strict=True))
+            and self.names == other.names
+            and (self.slots, self.capped, self.checked) == (other.slots, other.capped, other.checked)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # compared with the last one only
+
+
+class _Captured:
+    """A graph, and the memory that it works on."""
+
+    def __init__(
+        self,
+        work: _Work,
+        gradients: Mapping[str, Tensor | None],
+        values: Sequence[LearningRate],
+        finite: Tensor | None,
+        replace: Replace,
+    ) -> None:
+        self.work = work
+        device = work.stacks[0].device
+        self._values = list(values)
+        # Filled on the device: no copy from the host.
+        self._numbers = [
+            value.to(torch.float64).clone()
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=device)
+            for value in values
+        ]
+        self._finite = None if finite is None else finite.clone()
+        self._gradients = {name: torch.empty_like(_present(gradients, name)) for name in work.names}
+        self._own = list(self._gradients.values())
+        rates = [mapped(slots, self._numbers.__getitem__) for slots in work.slots]
+        damping = self._numbers[len(self._numbers) - 1 - work.capped]
+        kappa = self._numbers[-1] if work.capped else None
+        missing: dict[str, Tensor | None] = dict.fromkeys(name for stack in work.stacks for name in stack.names)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads (decompositions, data loading) may go on with their own work meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            clip = replace(work.stacks, {**missing, **self._gradients}, damping, kappa, rates, self._finite, None)
+            self._result = torch.stack([clip.factor, clip.predicted_kl, clip.finite.to(clip.factor.dtype)])
+
+    def replay(
+        self, gradients: Mapping[str, Tensor | None], values: Sequence[LearningRate], finite: Tensor | None
+    ) -> Clip:
+        """One step."""
+        for number, (old, new) in enumerate(zip(self._values, values, strict=True)):
+            if isinstance(new, Tensor):
+                self._numbers[number].copy_(new)
+            elif old != new:
+                self._numbers[number].fill_(new)
+        self._values = list(values)
+        if self._finite is not None and finite is not None:
+            self._finite.copy_(finite)
+        given = [_present(gradients, name) for name in self.work.names]
+        torch._foreach_copy_(self._own, given)
+        self._graph.replay()
+        # Into the gradients' own memory: DDP's buckets are views of it.
+        torch._foreach_copy_(given, self._own)
+        factor, predicted_kl, is_finite = self._result.clone().unbind()
+        return Clip(factor, predicted_kl, is_finite > 0)
+
+
+def _present(gradients: Mapping[str, Tensor | None], name: str) -> Tensor:
+    gradient = gradients[name]
+    assert gradient is not None, "the work names the gradients that are there"
+    return gradient
