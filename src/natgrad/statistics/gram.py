@@ -23,10 +23,14 @@ def second_moment(rows: Tensor, *, homogeneous: bool = False, diagonal: bool = F
             return squares
         return torch.cat([squares, squares.new_full((squares.shape[0], 1), rows.shape[1])], dim=1)
     moment = _product(rows, dtype)
-    if not homogeneous:
-        return moment
-    stack, count, size = rows.shape
-    total = rows.sum(dim=1, dtype=dtype)
+    return bordered(moment, rows.sum(dim=1, dtype=dtype), rows.shape[1]) if homogeneous else moment
+
+
+def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
+    """The second moment of `count` rows with a 1 appended to each: (stack, n, n), and `total`, their sum, (stack, n)
+    → (stack, n + 1, n + 1).
+    """
+    stack, size = total.shape
     result = moment.new_empty(stack, size + 1, size + 1)
     result[:, :size, :size] = moment
     result[:, size, :size] = total

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.statistics.gram import accumulation_dtype, second_moment
+from natgrad.statistics import correlation
+from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
 
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
@@ -183,18 +184,42 @@ class Convolution:
 
     def _chunks(self, x: Tensor) -> Iterator[Tensor]:
         per_case = x.shape[1] * math.prod(self.kernel) * math.prod(self.places(x.shape))
-        yield from x.split(max(1, _PATCH_ELEMENTS // max(1, per_case)))
+        most = correlation.PATCH_ELEMENTS if x.device.type == "cpu" else _PATCH_ELEMENTS
+        yield from x.split(max(1, most // max(1, per_case)))
 
     def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
         """See `Operation`."""
         if self.reduced:
             return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
+        if saved[0].device.type == "cpu" and not diagonal[0] and self._correlates(saved[0]):
+            return [self._correlated(saved[0], homogeneous=homogeneous)]
         total = None
         for part in self._chunks(saved[0]):
             moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
             total = moment if total is None else total.add_(moment)
         assert total is not None, "split yields at least one chunk"
         return [total]
+
+    def _axes(self, x: Tensor) -> tuple[correlation.Axis, ...]:
+        geometry = zip(x.shape[2:], self.kernel, self.dilation, self.padding, self.padding, strict=True)
+        return tuple(correlation.Axis(*numbers) for numbers in geometry)
+
+    def _correlates(self, x: Tensor) -> bool:
+        """Whether the factor is cheaper without patches. Not asked on a GPU, where it would be sixty launches.
+
+        Strided ones are left to patches: as correlations of phases, 3 × 3 with stride 2 takes 24 products of channels
+        a pixel, patches 20.
+        """
+        plain = not self.transposed and all(stride == 1 for stride in self.stride)
+        return plain and correlation.pays(x, self._axes(x), self.groups)
+
+    def _correlated(self, x: Tensor, *, homogeneous: bool) -> Tensor:
+        axes = self._axes(x)
+        moment = correlation.second_moment(x, axes, self.groups)
+        if not homogeneous:
+            return moment
+        count = x.shape[0] * math.prod(self.places(x.shape))
+        return bordered(moment, correlation.patch_sums(x, axes, self.groups), count)
 
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel), without making a patch.
@@ -262,10 +287,18 @@ class Convolution:
             return second_moment(sums.reshape(cases, self.groups, -1).transpose(0, 1), diagonal=diagonal)
         grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
         if derivative.stride(1) != 1:
+            if derivative.device.type == "cpu" and not diagonal and grouped.shape[2] <= grouped.shape[3]:
+                return _moment_by_case(grouped)  # instead of a copy of the derivative
             rows = grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1).mT
         else:
             rows = grouped.permute(1, 0, 3, 2).reshape(self.groups, -1, channels // self.groups)
         return second_moment(rows, diagonal=diagonal)
+
+
+def _moment_by_case(columns: Tensor) -> Tensor:
+    """(N, groups, n, places) → the sum over cases and places of g gᵀ, (groups, n, n)."""
+    columns = columns.to(accumulation_dtype(columns.dtype))
+    return (columns @ columns.mT).sum(0)
 
 
 def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
