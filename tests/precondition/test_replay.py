@@ -15,6 +15,11 @@ from natgrad import KFAC
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
+@pytest.fixture(autouse=True)
+def repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

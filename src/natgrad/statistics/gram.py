@@ -23,13 +23,13 @@ def second_moment(rows: Tensor, *, homogeneous: bool = False, diagonal: bool = F
             return squares
         return torch.cat([squares, squares.new_full((squares.shape[0], 1), rows.shape[1])], dim=1)
     moment = _product(rows, dtype)
-    if not homogeneous:
-        return moment
-    return with_ones(moment, rows.sum(dim=1, dtype=dtype), rows.shape[1])
+    return bordered(moment, rows.sum(dim=1, dtype=dtype), rows.shape[1]) if homogeneous else moment
 
 
-def with_ones(moment: Tensor, total: Tensor, count: int) -> Tensor:
-    """The moment of rows with a 1 appended, (stack, n, n) → (stack, n + 1, n + 1), from the rows' sum (stack, n)."""
+def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
+    """The second moment of `count` rows with a 1 appended to each: (stack, n, n), and `total`, their sum, (stack, n)
+    → (stack, n + 1, n + 1).
+    """
     stack, size = total.shape
     result = moment.new_empty(stack, size + 1, size + 1)
     result[:, :size, :size] = moment

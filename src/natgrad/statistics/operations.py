@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.statistics import gpu
-from natgrad.statistics.gram import accumulation_dtype, second_moment, with_ones
+from natgrad.statistics import correlation, gpu
+from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
 
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
@@ -184,20 +184,28 @@ class Convolution:
 
     def _chunks(self, x: Tensor) -> Iterator[Tensor]:
         per_case = x.shape[1] * math.prod(self.kernel) * math.prod(self.places(x.shape))
-        yield from x.split(max(1, _PATCH_ELEMENTS // max(1, per_case)))
+        most = correlation.PATCH_ELEMENTS if x.device.type == "cpu" else _PATCH_ELEMENTS
+        yield from x.split(max(1, most // max(1, per_case)))
 
     def input_factors(self, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: Sequence[bool]) -> list[Tensor]:
         """See `Operation`."""
         if self.reduced:
             return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
-        if not self.transposed and not diagonal[0] and gpu.takes(saved[0]):
+        if not diagonal[0] and self._fits_gpu(saved[0]):
             return [self._gpu_factor(saved[0], homogeneous=homogeneous)]
+        if saved[0].device.type == "cpu" and not diagonal[0] and self._correlates(saved[0]):
+            return [self._correlated(saved[0], homogeneous=homogeneous)]
         total = None
         for part in self._chunks(saved[0]):
             moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
             total = moment if total is None else total.add_(moment)
         assert total is not None, "split yields at least one chunk"
         return [total]
+
+    def _fits_gpu(self, x: Tensor) -> bool:
+        # Patches of an image's three colours are small, and its memory is read in pieces that are smaller still.
+        few = x.dim() == 4 and x.shape[1] < 8 and math.prod(self.kernel) > 1
+        return not self.transposed and not few and gpu.takes(x)
 
     def _gpu_factor(self, x: Tensor, *, homogeneous: bool) -> Tensor:
         (k, m), (s, t), (p, q), (d, e) = self.kernel, self.stride, self.padding, self.dilation
@@ -206,18 +214,42 @@ class Convolution:
         )
         if not homogeneous:
             return moment
-        places = math.prod(self.places(x.shape))
-        return with_ones(moment, self._mean_patches(x).sum(1) * places, x.shape[0] * places)
+        count = x.shape[0] * math.prod(self.places(x.shape))
+        return bordered(moment, self._summed_patches(x).sum(1), count)
+
+    def _axes(self, x: Tensor) -> tuple[correlation.Axis, ...]:
+        geometry = zip(x.shape[2:], self.kernel, self.dilation, self.padding, self.padding, strict=True)
+        return tuple(correlation.Axis(*numbers) for numbers in geometry)
+
+    def _correlates(self, x: Tensor) -> bool:
+        """Whether the factor is cheaper without patches. Not asked on a GPU, where it would be sixty launches.
+
+        Strided ones are left to patches: as correlations of phases, 3 × 3 with stride 2 takes 24 products of channels
+        a pixel, patches 20.
+        """
+        plain = not self.transposed and all(stride == 1 for stride in self.stride)
+        return plain and correlation.pays(x, self._axes(x), self.groups)
+
+    def _correlated(self, x: Tensor, *, homogeneous: bool) -> Tensor:
+        axes = self._axes(x)
+        moment = correlation.second_moment(x, axes, self.groups)
+        if not homogeneous:
+            return moment
+        count = x.shape[0] * math.prod(self.places(x.shape))
+        return bordered(moment, correlation.patch_sums(x, axes, self.groups), count)
 
     def _mean_patches(self, x: Tensor) -> Tensor:
-        """Each case's patches, averaged over places: (groups, N, C / groups · kernel), without making a patch.
+        """Each case's patches, averaged over places: (groups, N, C / groups · kernel)."""
+        return self._summed_patches(x) / math.prod(self.places(x.shape))
+
+    def _summed_patches(self, x: Tensor) -> Tensor:
+        """Each case's patches, summed over places: (groups, N, C / groups · kernel), without making a patch.
 
         Kernel element k sees pixel i at as many places as `visits` says, so that the sum over places is one small
         product with the pixels.
         """
         cases, channels, *size = x.shape
         dtype = accumulation_dtype(x.dtype)
-        places = math.prod(self.places(x.shape))
         if all(k == 1 and p == 0 for k, p in zip(self.kernel, self.padding, strict=True)) and not self.transposed:
             strides = [slice(None, None, stride) for stride in self.stride]
             seen = x[(slice(None), slice(None), *strides)]
@@ -229,8 +261,7 @@ class Convolution:
             else:  # channels last: each case is (pixels, channels)
                 pixels = x.flatten(2).mT
                 sums = _wide_product(visits.expand(cases, -1, -1), pixels, dtype).mT
-        rows = sums.reshape(cases, self.groups, -1) / places
-        return rows.transpose(0, 1)
+        return sums.reshape(cases, self.groups, -1).transpose(0, 1)
 
     def visits(self, axis: int, size: int) -> Tensor:
         """(kernel, pixels) along one axis: whether some output place has this kernel element on this pixel."""
@@ -277,10 +308,18 @@ class Convolution:
             return gpu.moment_of_places(derivative, groups=self.groups)
         grouped = derivative.reshape(cases, self.groups, channels // self.groups, -1)
         if derivative.stride(1) != 1:
+            if derivative.device.type == "cpu" and not diagonal and grouped.shape[2] <= grouped.shape[3]:
+                return _moment_by_case(grouped)  # instead of a copy of the derivative
             rows = grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1).mT
         else:
             rows = grouped.permute(1, 0, 3, 2).reshape(self.groups, -1, channels // self.groups)
         return second_moment(rows, diagonal=diagonal)
+
+
+def _moment_by_case(columns: Tensor) -> Tensor:
+    """(N, groups, n, places) → the sum over cases and places of g gᵀ, (groups, n, n)."""
+    columns = columns.to(accumulation_dtype(columns.dtype))
+    return (columns @ columns.mT).sum(0)
 
 
 def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:

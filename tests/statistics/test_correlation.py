@@ -1,0 +1,201 @@
+"""Input factors by self-correlation against patches: those of `functional.unfold`, and the library's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from natgrad.statistics import correlation
+from natgrad.statistics.correlation import Axis
+from natgrad.statistics.operations import Convolution
+
+
+def convolution(
+    kernel: tuple[int, ...],
+    *,
+    padding: tuple[int, ...] | int = 0,
+    dilation: tuple[int, ...] | int = 1,
+    stride: tuple[int, ...] | int = 1,
+    groups: int = 1,
+) -> Convolution:
+    def each(value: tuple[int, ...] | int) -> tuple[int, ...]:
+        return (value,) * len(kernel) if isinstance(value, int) else value
+
+    return Convolution(kernel, each(stride), each(padding), each(dilation), False, (0,) * len(kernel), groups)
+
+
+def axes_of(conv: Convolution, x: Tensor) -> tuple[Axis, ...]:
+    geometry = zip(x.shape[2:], conv.kernel, conv.dilation, conv.padding, conv.padding, strict=True)
+    return tuple(Axis(*numbers) for numbers in geometry)
+
+
+def by_patches(conv: Convolution, x: Tensor, *, homogeneous: bool = False) -> Tensor:
+    return conv._chunk_factor(x, homogeneous=homogeneous, diagonal=False)
+
+
+def unfolded(conv: Convolution, x: Tensor) -> Tensor:
+    """Two axes, one group: (places of all cases, channels · kernel)."""
+    patches = functional.unfold(x, conv.kernel, dilation=conv.dilation, padding=conv.padding, stride=1)
+    return patches.mT.reshape(-1, patches.shape[1])
+
+
+@pytest.fixture(params=["as it is", "correlations of strips", "patches of strips"])
+def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Small images would have the borders always done by patches."""
+    calls = {"as it is": correlation._CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
+    monkeypatch.setattr(correlation, "_CALL", calls[request.param])
+    correlation._price.cache_clear()
+    yield
+    correlation._price.cache_clear()
+
+
+@pytest.mark.usefixtures("prices")
+@pytest.mark.parametrize("padding", range(5))
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 2), (3, 3), (5, 5), (3, 1), (1, 3), (2, 5)])
+def test_equals_unfolded_patches(kernel: tuple[int, int], dilation: int, padding: int) -> None:
+    torch.manual_seed(0)
+    conv = convolution(kernel, padding=padding, dilation=dilation)
+    for size in ((9, 7), (4, 13), (3, 2), (1, 1)):
+        x = torch.randn(3, 2, *size).double()
+        if min(conv.places(x.shape)) < 1:
+            continue
+        rows = unfolded(conv, x)
+        moment = correlation.second_moment(x, axes_of(conv, x), 1)
+        torch.testing.assert_close(moment[0], rows.mT @ rows, rtol=1e-12, atol=1e-12)
+        sums = correlation.patch_sums(x, axes_of(conv, x), 1)
+        torch.testing.assert_close(sums[0], rows.sum(0), rtol=1e-12, atol=1e-12)
+
+
+@st.composite
+def geometries(draw: Any) -> tuple[Convolution, tuple[int, ...]]:
+    dimensions = draw(st.integers(1, 3))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dimensions))
+
+    conv = convolution(
+        each(1, 5 if dimensions < 3 else 3),
+        padding=each(0, 5),
+        dilation=each(1, 3),
+        groups=draw(st.sampled_from([1, 2, 3])),
+    )
+    size = each(1, {1: 12, 2: 8, 3: 4}[dimensions])
+    return conv, (2, conv.groups * draw(st.integers(1, 3)), *size)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(geometry=geometries(), homogeneous=st.booleans(), cheap_calls=st.booleans(), seed=st.integers(0, 1000))
+def test_equals_the_patch_path(
+    geometry: tuple[Convolution, tuple[int, ...]], homogeneous: bool, cheap_calls: bool, seed: int
+) -> None:
+    conv, shape = geometry
+    assume(min(conv.places(torch.Size(shape))) > 0)
+    torch.manual_seed(seed)
+    x = torch.randn(shape).double()
+    with pytest.MonkeyPatch.context() as patch:
+        if cheap_calls:
+            patch.setattr(correlation, "_CALL", -(10**9))
+        correlation._price.cache_clear()
+        factor = conv._correlated(x, homogeneous=homogeneous)
+    correlation._price.cache_clear()
+    torch.testing.assert_close(factor, by_patches(conv, x, homogeneous=homogeneous), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_any_view_of_an_image_will_do(padding: int, groups: int) -> None:
+    torch.manual_seed(0)
+    conv = convolution((3, 2), padding=padding, groups=groups)
+    x = torch.randn(2, 4, 6, 5).double()
+    expected = by_patches(conv, x, homogeneous=True)
+    wide = torch.randn(2, 9, 8, 7).double()
+    wide[:, 1::2, 1:-1, 1:-1] = x
+    views = [
+        x.to(memory_format=torch.channels_last),
+        wide[:, 1::2, 1:-1, 1:-1],
+        x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    ]
+    for view in views:
+        torch.testing.assert_close(conv._correlated(view, homogeneous=True), expected, rtol=1e-12, atol=1e-12)
+    same = x[:1, :, :, :1].expand(2, -1, -1, 5)
+    torch.testing.assert_close(conv._correlated(same, homogeneous=True), by_patches(conv, same, homogeneous=True))
+
+
+def test_the_strips_are_the_places_that_are_missing() -> None:
+    axis = Axis(pixels=6, kernel=3, dilation=2, before=1, after=2)
+    first, last = correlation.strips(axis)
+    assert first.axis.places + axis.places + last.axis.places == axis.complete.places
+    assert (first.crop, first.elements) == (slice(0, 3), slice(1, None))
+    assert (last.crop, last.elements) == (slice(4, None), slice(0, 1))
+    assert not list(correlation.strips(axis.complete))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_input_factors_use_it_where_it_pays(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 16, 12, 12).to(dtype)
+    conv = convolution((3, 3), padding=1)
+    calls = []
+    second_moment = correlation.second_moment
+    monkeypatch.setattr(correlation, "second_moment", lambda *args: calls.append(args) or second_moment(*args))
+    (factor,) = conv.input_factors([x], homogeneous=True, diagonal=[False])
+    assert len(calls) == 1
+    assert factor.dtype == torch.float32
+    expected = by_patches(conv, x.double(), homogeneous=True)
+    torch.testing.assert_close(factor.double(), expected, rtol=1e-4, atol=1e-4 * float(expected.max()))
+
+    for other, image in (
+        (convolution((1, 1)), x),
+        (convolution((3, 3), stride=2), x),
+        (convolution((3, 3), padding=1), x[:1, :, :3, :3]),
+        (convolution((3, 3), padding=1), x.double()),
+    ):
+        (factor,) = other.input_factors([image], homogeneous=False, diagonal=[False])
+        expected = by_patches(other, image.double())
+        torch.testing.assert_close(factor.double(), expected, rtol=1e-4, atol=1e-4 * float(expected.max()))
+    assert len(calls) == 1
+
+
+def test_small_eigenvalues_stay() -> None:
+    """Taking the strips away from what is much larger must not cost more digits than the product itself does."""
+    torch.manual_seed(0)
+    x = torch.rand(32, 8, 10, 10) + 3  # a large mean: one large eigenvalue
+    conv = convolution((3, 3))
+    exact = by_patches(conv, x.double())
+    factor = correlation.second_moment(x, axes_of(conv, x), 1).double()
+    lost = torch.linalg.eigvalsh(factor - exact).abs().max() / torch.linalg.eigvalsh(exact).max()
+    assert float(lost) < 1e-5
+    smallest = torch.linalg.eigvalsh(factor).min() / torch.linalg.eigvalsh(exact).min()
+    assert math.isclose(float(smallest), 1, rel_tol=0.05)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 2), (3, 4)])  # fewer places than channels, and more
+def test_output_factor_on_the_cpu(size: tuple[int, int], dtype: torch.dtype, groups: int) -> None:
+    torch.manual_seed(0)
+    derivative = torch.randn(5, 8, *size).to(dtype)
+    conv = convolution((3, 3), padding=1, groups=groups)
+    rows = derivative.double().reshape(5, groups, 8 // groups, -1).permute(1, 0, 3, 2).flatten(1, 2)
+    factor = conv.output_factor(derivative, [], diagonal=False)
+    assert factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(factor.double(), rows.mT @ rows, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("padding", [0, 3, 40])
+def test_long_kernels(padding: int) -> None:
+    """As many strips of strips as the kernel is long would be too many calls of Python."""
+    torch.manual_seed(0)
+    conv = convolution((1201,), padding=padding)
+    x = torch.randn(1, 1, 1300).double()
+    moment = correlation.second_moment(x, axes_of(conv, x), 1)
+    torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-10, atol=1e-10)
