@@ -104,13 +104,12 @@ def test_norm_layers_sums(shape: tuple[int, ...], dtype: torch.dtype, form: torc
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
 
 
-def test_sums_of_another_format_than_the_activation() -> None:
+def test_a_derivative_of_another_format_than_the_activation() -> None:
     torch.manual_seed(0)
     derivative = torch.randn(2, 16, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last)
-    x = torch.randn(2, 16, 5, 5, device="cuda")
-    sums, products = gpu.case_sums(derivative, x)
-    torch.testing.assert_close(sums, derivative.sum((2, 3)), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(products, (derivative * x).sum((2, 3)), rtol=1e-5, atol=1e-5)
+    x, mean, reciprocal = torch.randn(2, 16, 5, 5, device="cuda"), torch.randn(16).cuda(), torch.rand(16).cuda()
+    wanted = (derivative * (x - mean[:, None, None]) * reciprocal[:, None, None]).sum((2, 3))
+    torch.testing.assert_close(gpu.gain_gradients(derivative, x, mean, reciprocal), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMATS)

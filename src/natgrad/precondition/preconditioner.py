@@ -15,7 +15,7 @@ from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
-from natgrad.precondition.replay import Replay
+from natgrad.precondition.replay import Replay, side_by_side
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve
 
@@ -347,9 +347,11 @@ class Preconditioner:
         clipped = clip(length, kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
-        for stack, direction in zip(stacks, directions, strict=True):
-            # Into the gradients' own memory: DDP's buckets are views of it.
-            torch._foreach_copy_(*stack.scatter(_clipped(direction, clipped), gradients))
+        with side_by_side() as lane:
+            for stack, direction in zip(stacks, directions, strict=True):
+                with lane():
+                    # Into the gradients' own memory: DDP's buckets are views of it.
+                    torch._foreach_copy_(*stack.scatter(_clipped(direction, clipped), gradients))
         return clipped
 
     def _directions(
@@ -363,15 +365,17 @@ class Preconditioner:
         """The stacks' directions before the clip, and α² vᵀ∇ of them all."""
         directions: list[Tensor] = []
         lengths: list[Tensor] = []
-        for stack, rate in zip(stacks, rates, strict=True):
-            gradient = stack.gather(gradients)
-            direction = stack.apply(gradient, self.solver, self.rule, damping)
-            if norms is not None:
-                ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
-                direction = direction * ratio
-                gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
-            directions.append(direction)
-            lengths.append(squared_length(stack, gradient * direction, rate))
+        with side_by_side() as lane:
+            for stack, rate in zip(stacks, rates, strict=True):
+                with lane():
+                    gradient = stack.gather(gradients)
+                    direction = stack.apply(gradient, self.solver, self.rule, damping)
+                    if norms is not None:
+                        ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
+                        direction = direction * ratio
+                        gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
+                    directions.append(direction)
+                    lengths.append(squared_length(stack, gradient * direction, rate))
         return directions, torch.stack(lengths).sum()
 
     def _replace_together(

@@ -7,7 +7,9 @@ refreshed in place, and the next replay sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -16,6 +18,27 @@ from torch import Tensor
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.rates import LearningRate, Rates, mapped
 from natgrad.precondition.stack import Stack
+
+LANES = 4
+"""Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU."""
+
+
+@contextmanager
+def side_by_side() -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Gives a context for each piece of work that needs none of the others: where a graph is being captured, they
+    become branches of it.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        yield nullcontext
+        return
+    now = torch.cuda.current_stream()
+    lanes = [torch.cuda.Stream() for _ in range(LANES)]
+    for lane in lanes:
+        lane.wait_stream(now)
+    turns = cycle(lanes)
+    yield lambda: torch.cuda.stream(next(turns))
+    for lane in lanes:
+        now.wait_stream(lane)
 
 
 class Replace(Protocol):

@@ -41,7 +41,7 @@ def takes(x: Tensor) -> bool:
 
 
 def sums(x: Tensor) -> bool:
-    """Whether a tensor of a norm layer is one for `case_sums`."""
+    """Whether a tensor of a norm layer is one for `gain_gradients`."""
     return x.is_cuda and kernels is not None and x.dim() == 4 and x.numel() > 0 and x.dtype != torch.float64
 
 
@@ -63,7 +63,8 @@ def moment_of_places(
     pixels = elements == 1 and not any(padding) and stride == (1, 1)
     along_channels = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     if pixels and x.is_contiguous() and height * width > _SHORT:
-        return _moment(x, along_channels=False, groups=groups, places=(height, width))
+        parts = x.narrow(1, 0, channels)
+        return _moment(parts, along_channels=False, stack=groups, apart=channels * x.stride(1), places=(height, width))
     if not along_channels and channels * groups > 8:
         x, along_channels = channels_last(x), True
     elif not along_channels:
@@ -83,19 +84,26 @@ def moment_of_places(
     ):
         return correlated(x, kernel, padding, (height, width))
     total = _moment(
-        x,
+        x.narrow(1, 0, channels),
         along_channels=along_channels,
-        groups=groups,
+        stack=groups,
+        apart=channels * x.stride(1),
         kernel=kernel,
         stride=stride,
         padding=padding,
         dilation=dilation,
         places=(height, width),
     )
-    if along_channels and elements > 1:
-        by_element = total.reshape(groups, elements, channels, elements, channels)
-        total = by_element.permute(0, 2, 1, 4, 3).reshape(total.shape)
-    return total
+    return _in_order(total, elements) if along_channels else total
+
+
+def _in_order(moments: Tensor, elements: int) -> Tensor:
+    """Columns sorted by kernel element, in the weight's order."""
+    if elements == 1:
+        return moments
+    stack, columns, _ = moments.shape
+    pairs = moments.reshape(stack, elements, columns // elements, elements, columns // elements)
+    return pairs.permute(0, 2, 1, 4, 3).reshape(moments.shape)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -148,17 +156,9 @@ def correlated(x: Tensor, kernel: Pair, padding: Pair, places: Pair) -> Tensor:
         num_stages=3,
     )
     sums = sums[0] if splits == 1 else sums.sum(0)
-    empty = sums.new_empty(0)
-    top = bottom = before = after = empty
-    across = (margin_y, places[1] + 2 * margin_x)
-    if margin_y > 0:
-        part = (margin_y, kernel[1])
-        top = _side(x[:, :, :margin_y], part, (margin_y - 1, kernel[1] - 1), across)
-        bottom = _side(x[:, :, height - margin_y :], part, (0, kernel[1] - 1), across)
-    if margin_x > 0:
-        part, down = (kernel[0], margin_x), (places[0], margin_x)
-        before = _side(x[..., :margin_x], part, (padding[0], margin_x - 1), down)
-        after = _side(x[..., width - margin_x :], part, (padding[0], 0), down)
+    across, down = (margin_y, places[1] + 2 * margin_x), (places[0], margin_x)
+    top, bottom = _sides(x, 2, (margin_y, kernel[1]), (margin_y - 1, kernel[1] - 1), (0, kernel[1] - 1), across)
+    before, after = _sides(x, 3, (kernel[0], margin_x), (padding[0], margin_x - 1), (padding[0], 0), down)
     out = torch.empty((1, channels * elements, channels * elements), dtype=torch.float32, device=x.device)
     block = 1024
     grid = (channels * elements, -(-channels * elements // block))
@@ -168,26 +168,42 @@ def correlated(x: Tensor, kernel: Pair, padding: Pair, places: Pair) -> Tensor:
     return out
 
 
-def _side(x: Tensor, kernel: Pair, padding: Pair, places: Pair) -> Tensor:
-    return _moment(x, along_channels=True, groups=1, kernel=kernel, padding=padding, places=places)
+def _sides(x: Tensor, axis: int, kernel: Pair, first: Pair, last: Pair, places: Pair) -> tuple[Tensor, Tensor]:
+    """The moments of the places beyond both ends of an axis, which a part of the kernel reaches; `first` and `last` are
+    what the pixels at the ends are padded with.
+    """
+    margin = kernel[axis - 2]
+    if margin == 0:
+        nothing = torch.empty(0, dtype=torch.float32, device=x.device)
+        return nothing, nothing
+    near, far = x.narrow(axis, 0, margin), x.narrow(axis, x.shape[axis] - margin, margin)
+    if first == last:  # in one go
+        apart = int(far.storage_offset() - near.storage_offset())
+        both = _moment(near, along_channels=True, stack=2, apart=apart, kernel=kernel, padding=first, places=places)
+        return both[0], both[1]
+    ends = [
+        _moment(part, along_channels=True, kernel=kernel, padding=padding, places=places)
+        for part, padding in ((near, first), (far, last))
+    ]
+    return ends[0], ends[1]
 
 
 def _moment(
     x: Tensor,
     *,
     along_channels: bool,
-    groups: int,
     places: Pair,
+    stack: int = 1,
+    apart: int = 0,
     kernel: Pair = (1, 1),
     stride: Pair = (1, 1),
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
 ) -> Tensor:
-    """The moment of the `places` from the first on, which lies `padding` before the first pixel; where memory runs
-    along channels, columns are sorted by kernel element.
+    """The moments (stack, n, n) of a stack of tensors like x, so many elements `apart`: of the `places` from the first
+    on, which lies `padding` before the first pixel. Where memory runs along channels, columns are sorted by element.
     """
     cases, channels, height, width = x.shape
-    channels //= groups
     elements, count = kernel[0] * kernel[1], places[0] * places[1]
     columns = channels * elements
     pixels = (elements, stride, padding) == (1, (1, 1), (0, 0)) and places == (height, width)
@@ -196,10 +212,10 @@ def _moment(
     tiles = tiles * (tiles + 1) // 2
     blocks = -(-count // block_rows)
     iterations = -(-cases * count // block_rows) if along_channels else cases * blocks
-    splits, per_split = _splits(tiles * groups, iterations, groups * columns**2, x.device)
-    out = torch.empty((splits, groups, columns, columns), dtype=torch.float32, device=x.device)
+    splits, per_split = _splits(tiles * stack, iterations, stack * columns**2, x.device)
+    out = torch.empty((splits, stack, columns, columns), dtype=torch.float32, device=x.device)
     by_case, by_channel, by_y, by_x = x.stride()
-    kernels.moment_kernel[(tiles, splits, groups)](
+    kernels.moment_kernel[(tiles, splits, stack)](
         x,
         out,
         iterations,
@@ -217,6 +233,7 @@ def _moment(
         *stride,
         *dilation,
         *padding,
+        apart,
         by_case,
         by_channel,
         by_y,
@@ -255,18 +272,16 @@ def _splits(tiles: int, iterations: int, elements: int, device: torch.device) ->
     return -(-iterations // per_split), per_split
 
 
-def case_sums(derivative: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sums over places of the derivative and, where x is given, of derivative · x, case by case: (N, C, H, W) →
-    (N, C), twice.
+def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
+    """Each case's gradient of a batch norm's gain, (Σ g x − mean Σ g) · reciprocal over places: (N, C, H, W), twice,
+    and (C,), twice → (N, C).
     """
     along_channels = not derivative.is_contiguous() and derivative.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if along_channels else torch.contiguous_format
-    derivative = derivative.contiguous(memory_format=form)
-    other = derivative if x is None else x.contiguous(memory_format=form)
+    derivative, x = derivative.contiguous(memory_format=form), x.contiguous(memory_format=form)
     cases, channels, height, width = derivative.shape
     places = height * width
-    sums = torch.empty((cases, channels), dtype=torch.float32, device=derivative.device)
-    products = sums if x is None else torch.empty_like(sums)
+    out = torch.empty((cases, channels), dtype=torch.float32, device=derivative.device)
     if along_channels:
         block, block_places = 64, 32
         grid = (-(-channels // block), cases)
@@ -274,21 +289,21 @@ def case_sums(derivative: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tens
         block_places = min(1024, 1 << (places - 1).bit_length())
         block = max(1, 2048 // block_places)
         grid = (-(-cases * channels // block), 1)
-    kernels.case_sums_kernel[grid](
+    kernels.gain_kernel[grid](
         derivative,
-        other,
-        sums,
-        products,
+        x,
+        mean,
+        reciprocal,
+        out,
         cases,
         places,
         channels,
         CHANNELS_LAST=along_channels,
-        PRODUCT=x is not None,
         BLOCK=block,
         BLOCK_PLACES=block_places,
         ALIGNED=1 if along_channels else _divisor(places),
     )
-    return sums, products
+    return out
 
 
 @cache

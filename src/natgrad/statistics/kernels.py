@@ -28,6 +28,7 @@ def moment_kernel(
     dilation_x,
     padding_y,
     padding_x,
+    apart,
     by_case,
     by_channel,
     by_y,
@@ -56,7 +57,7 @@ def moment_kernel(
         by_channel = tl.multiple_of(by_channel, ALIGNED)
         by_case = tl.multiple_of(by_case, ALIGNED)
         places = tl.multiple_of(places, ALIGNED)
-    x += group * channels * by_channel
+    x += group.to(tl.int64) * apart
     if PATCHES:
         if CHANNELS_LAST:
             if WHOLE:  # one number a tile: nothing but channels runs along memory
@@ -265,21 +266,21 @@ def channels_last_kernel(x, out, channels, places, BLOCK: tl.constexpr, BLOCK_PL
 
 
 @triton.jit
-def case_sums_kernel(
+def gain_kernel(
     g,
     x,
-    sums,
-    products,
+    mean,
+    reciprocal,
+    out,
     cases,
     places,
     channels,
     CHANNELS_LAST: tl.constexpr,
-    PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Sums over places of some channels of a case, or, where memory runs along places, of some (case, channel)."""
+    """Some channels of a case, or, where memory runs along places, some (case, channel)."""
     if ALIGNED > 1:
         places = tl.multiple_of(places, ALIGNED)
     if CHANNELS_LAST:
@@ -290,18 +291,16 @@ def case_sums_kernel(
         to = case * channels + channel
     else:
         to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        channel = to % channels
         inside = to < cases * channels
         start = to.to(tl.int64) * places
+    middle = tl.load(mean + channel, mask=inside, other=0.0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    product = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, places, BLOCK_PLACES):
         place = first + tl.arange(0, BLOCK_PLACES)
         at = start[:, None] + (place * channels if CHANNELS_LAST else place)[None, :]
         mask = inside[:, None] & (place < places)[None, :]
         derivative = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(derivative, 1)
-        if PRODUCT:
-            product += tl.sum(derivative * tl.load(x + at, mask=mask, other=0.0).to(tl.float32), 1)
-    tl.store(sums + to, total, mask=inside)
-    if PRODUCT:
-        tl.store(products + to, product, mask=inside)
+        activation = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(derivative * (activation - middle[:, None]), 1)
+    tl.store(out + to, total * tl.load(reciprocal + channel, mask=inside, other=0.0), mask=inside)

@@ -123,9 +123,8 @@ class ByChannel:
     def gradients(self, derivative: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """Each case's gradient of the gain, (cases, channels)."""
         x, mean, reciprocal = self._constants(saved)
-        if gpu.sums(x) and derivative.dtype != torch.float64:
-            sums, products = gpu.case_sums(derivative, x)
-            return (products - mean * sums) * reciprocal
+        if self.groups is None and gpu.sums(x) and derivative.dtype != torch.float64:
+            return gpu.gain_gradients(derivative, x, mean[0].float(), reciprocal[0].float())
         products = derivative * x
         if x.dim() > 2:
             places, dtype = list(range(2, x.dim())), accumulation_dtype(derivative.dtype)
