@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.registry import Tap
-from natgrad.capture.form import USES
-from natgrad.capture.graph import saved
-from natgrad.capture.use import Found, Use
+from natgrad.capture.graph import saved_tensor
+from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
 from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
@@ -63,7 +62,8 @@ class Pass:
     def __init__(
         self,
         owner: Owner,
-        found: Sequence[Found],
+        found: Sequence[Occurrence],
+        uses: Uses,
         *,
         terms: float,
         kind: str,
@@ -72,7 +72,8 @@ class Pass:
         remaining: Remaining,
         diagonals: Callable[[Use], tuple[bool, ...]],
     ) -> None:
-        self.uses = [*(one.use for one in found), *remaining.uses]
+        self.uses = uses
+        self._given = {number: one.given for number, one in enumerate(found) if one.given}
         self._first_rest = len(found)
         self._remaining = remaining
         self.terms = terms
@@ -88,12 +89,12 @@ class Pass:
         self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
-        self._first_use = _several_uses(self.uses)
+        self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
-    def listen(self, found: Iterable[Found], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
+    def listen(self, found: Iterable[Occurrence], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
         """Empirical: takes each pair when the user's backward reaches its node, once. `leaves` belong to the
         parameters without a recognised use, for which the derivatives of `roots` are kept.
         """
@@ -165,7 +166,7 @@ class Pass:
                 self._owner.half()
             tap = self._begin()[number]
             with self._timed(derivatives[0].device):
-                derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use)
+                derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), number)
                 if number in self._first_use:
                     self._sum(self._first_use[number], tap.use, derivative, saved, self._summed)
                 else:
@@ -220,7 +221,7 @@ class Pass:
 
     def differentiate(
         self,
-        found: Sequence[Found],
+        found: Sequence[Occurrence],
         derivatives: Iterable[Derivative],
         roots: Sequence[Tensor],
         anchors: Iterable[Node],
@@ -247,7 +248,7 @@ class Pass:
                 use = one.use
                 with _undisturbed(grad.device):
                     if number not in kept:
-                        saved = self._read(one.node, use)
+                        saved = self._read(one.node, number)
                         rows[number] = use.operation.rows(saved, grad)
                         if self._first_use.get(number, number) == number:
                             self._keep_inputs(number, saved, rows[number])
@@ -310,28 +311,16 @@ class Pass:
             for deliver in waiting:
                 deliver(taps)
 
-    def _read(self, node: Node, use: Use) -> tuple[Tensor, ...]:
-        if use.given:
-            return use.given
+    def _read(self, node: Node, number: int) -> tuple[Tensor, ...]:
+        use = self.uses[number]
+        if number in self._given:
+            return self._given[number]
         if not use.packed:
-            return tuple(saved(node, name).detach() for name in use.saved)
+            return tuple(saved_tensor(node, name).detach() for name in use.saved)
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._group:
-            return tuple(saved(node, name).detach() for name in use.saved)
-
-
-def _several_uses(uses: Sequence[Use]) -> dict[int, int]:
-    """The uses of vectors that have several in this pass, each with the number of the first; of those whose cases are
-    told apart, so that their rows are the same.
-    """
-    groups: dict[str, list[tuple[int, int]]] = {}
-    for number, use in enumerate(uses):
-        operation = use.operation
-        if isinstance(operation, Vector) and operation.case_axis is not None and use.form.source == USES:
-            groups.setdefault(use.weight.label, []).append((number, operation.shape[operation.case_axis]))
-    alike = [numbers for numbers in groups.values() if len({cases for _, cases in numbers}) == 1]
-    return {number: group[0][0] for group in alike if len(group) > 1 for number, _ in group}
+            return tuple(saved_tensor(node, name).detach() for name in use.saved)
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
-from natgrad.capture.use import Use
+from natgrad.capture.use import Use, Uses
 from natgrad.statistics.gram import accumulation_dtype
 
 
@@ -86,7 +86,7 @@ class Registry:
             self.replace([block for block in self if block not in lost])
         return [block.key for block in lost]
 
-    def assign(self, uses: Sequence[Use]) -> list[Tap]:
+    def assign(self, uses: Uses) -> list[Tap]:
         """Finds or makes the block of every use of one forward pass."""
         by_key: dict[str, list[Use]] = {}
         for use in uses:

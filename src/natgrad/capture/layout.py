@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
