@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,8 @@ from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
+
+_NOTHING = nullcontext()
 
 
 class Owner(Protocol):
@@ -88,6 +90,7 @@ class Pass:
         self._group = GraphExecGroup()
         self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
+        self._heard: set[int] = set()  # the uses whose pairs have come in
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
         self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
@@ -98,8 +101,10 @@ class Pass:
         """Empirical: takes each pair when the user's backward reaches its node, once. `leaves` belong to the
         parameters without a recognised use, for which the derivatives of `roots` are kept.
         """
+        by_node: dict[Node, list[tuple[int, Node]]] = {}
         for number, one in enumerate(found):
-            self.handles.append(one.node.register_prehook(self._listener(number, one.leaf)))
+            by_node.setdefault(one.node, []).append((number, one.leaf))
+        self.handles += [node.register_prehook(self._listener(uses)) for node, uses in by_node.items()]
         if not leaves:
             return
         for number, root in enumerate(roots):
@@ -127,7 +132,7 @@ class Pass:
             return
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
-            with self._timed(gradient.device):
+            with self._owner.clock.part("statistics"), _undisturbed(gradient.device):
                 self._add_rows(tap, gradient.detach().reshape(1, -1))
 
     @property
@@ -151,33 +156,34 @@ class Pass:
                 with _undisturbed(gradients.device):
                     self._add_rows(self._taps[self._first_rest + number], gradients)
 
-    def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
-        done = False
+    def _listener(self, uses: list[tuple[int, Node]]) -> Callable[[tuple[Tensor, ...]], None]:
+        """Listens to one node, for its uses: their numbers, and the leaves of their weights."""
 
         def hook(derivatives: tuple[Tensor, ...]) -> None:
-            nonlocal done
-            if derivatives[0] is None or not _differentiates(leaf):
+            if derivatives[0] is None:
                 return
-            if done:
+            reached = [number for number, leaf in uses if _differentiates(leaf)]
+            fresh = [number for number in reached if number not in self._heard]
+            if len(fresh) < len(reached):
                 self._owner.again()
-                return
-            done = True
-            if derivatives[0].dtype == torch.float16:
-                self._owner.half()
-            tap = self._begin()[number]
-            with self._timed(derivatives[0].device):
-                derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), number)
-                if number in self._first_use:
-                    self._sum(self._first_use[number], tap.use, derivative, saved, self._summed)
-                else:
-                    self._add(tap, derivative, saved)
+            if fresh:
+                self._heard.update(fresh)
+                self._take(torch._C._current_autograd_node(), fresh, derivatives[0])
 
         return hook
 
-    @contextmanager
-    def _timed(self, device: torch.device) -> Iterator[None]:
-        with self._owner.clock.part("statistics"), _undisturbed(device):
-            yield
+    def _take(self, node: Node, numbers: Iterable[int], derivative: Tensor) -> None:
+        """Takes in the pairs of a node's uses."""
+        if derivative.dtype == torch.float16:
+            self._owner.half()
+        taps, derivative = self._begin(), derivative.detach()
+        with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
+            for number in numbers:
+                saved = self._read(node, number)
+                if number in self._first_use:
+                    self._sum(self._first_use[number], taps[number].use, derivative, saved, self._summed)
+                else:
+                    self._add(taps[number], derivative, saved)
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
@@ -345,8 +351,13 @@ def _differentiates(leaf: Node) -> bool:
         return True  # torch.autograd.grad with the leaf among its inputs
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def _undisturbed(device: torch.device) -> AbstractContextManager[None]:
     """No gradients and no autocast: statistics keep their precision wherever backward was called from."""
+    disturbed = torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
+    return _without_gradients_and_autocast(device) if disturbed else _NOTHING
+
+
+@contextmanager
+def _without_gradients_and_autocast(device: torch.device) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

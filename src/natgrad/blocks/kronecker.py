@@ -138,8 +138,9 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     if not orientations:
         return
     torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
-    add_counts([orientation.counts[0] for orientation in orientations], [o.pending_rows for o in orientations])
-    add_counts([orientation.counts[1] for orientation in orientations], [terms] * len(orientations))
+    counts = [orientation.counts.unbind() for orientation in orientations]
+    add_counts([rows for rows, _ in counts], [orientation.pending_rows for orientation in orientations])
+    add_counts([losses for _, losses in counts], [terms] * len(counts))
     for orientation in orientations:
         orientation._forget()
 
