@@ -141,17 +141,24 @@ class Link:
         """Learning rates of a step that another rank takes."""
         self._rates = {id(self._parameters[name]): rate for name, rate in rates.items()}
 
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of all parameters; None for those that are not to be touched."""
+        if not self.attached:
+            return {name: parameter.grad for name, parameter in self._parameters.items()}
+        held = self._rates
+        return {name: p.grad if id(p) in held else None for name, p in self._parameters.items()}
+
     def holds(self, parameter: Tensor) -> bool:
         """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
         return not self.attached or id(parameter) in self._rates
 
-    def rate(self, name: str, step: int) -> LearningRate:
-        """The learning rate of a parameter."""
-        if self._lr is not None:
-            return self._lr.at(step)
-        if self._optimizer is None:
-            return 1.0  # no clip: only the logged KL depends on it
-        return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
+    def rates(self, step: int) -> Callable[[str], LearningRate]:
+        """The learning rates of parameters by name."""
+        if self._lr is not None or self._optimizer is None:
+            same = 1.0 if self._lr is None else self._lr.at(step)  # no clip: only the logged KL depends on it
+            return lambda name: same
+        known, parameters = self._rates, self._parameters
+        return lambda name: known.get(id(parameters[name]), 0.0)  # a parameter in no group does not move
 
 
 class _Computed:

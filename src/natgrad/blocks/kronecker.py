@@ -166,6 +166,8 @@ class KroneckerBlock:
     ) -> None:
         self.weight = weight
         self.bias = bias
+        self.layouts = [weight] if bias is None else [weight, bias]
+        self.parameters = tuple(layout.name for layout in self.layouts)  # that it has a part of
         self.kind = kind
         self.form = form
         self.straight = straight
@@ -175,11 +177,6 @@ class KroneckerBlock:
     def key(self) -> str:
         """What names the block in a checkpoint: the covered part of the weight."""
         return self.weight.label
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Weight, then bias."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class Registry:
             return known
         before = self.version
         taps = self._assign(uses)
-        # What has changed nothing will change nothing the next time, but for biases not added that may be frozen by then.
+        # What has changed nothing will change nothing the next time. A bias that is not added may be frozen by then.
         if self.version == before and not any(tap.use.bias is None and tap.block.bias is not None for tap in taps):
             self._taps[uses] = taps
         return taps

@@ -63,7 +63,7 @@ class Layout:
     def _region_shape(self) -> tuple[int, ...]:
         return self.parameter_shape if self.box is None else tuple(stop - start for start, stop in self.box)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The parameter's name, with the slice where only a part of it is covered: ``attn.in_proj_weight[0:8]``."""
         if self.box is None:
