@@ -61,6 +61,11 @@ class Hyperparameter:
             checked = self.at(0)
             self._fixed = checked if isinstance(value, int | float) else None
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the value is the same at all steps."""
+        return self._fixed is not None
+
     def at(self, step: int) -> float:
         """The value at a step."""
         return self._checked(self._read(step), step) if self._fixed is None else self._fixed

@@ -86,7 +86,7 @@ class Update:
             if clip is not None and exact:
                 clip = self._clip_exactly({n: g for n, g in present.items() if n in known.solved}, clip, now.cap, step)
             finite = finite if clip is None else clip.finite
-            if finite is not None:
+            if finite is not None and others:
                 drop_unless(finite, list(others.values()))
             # A raw gradient at a natural gradient's learning rate is no step to take.
             waiting = [gradient for name, gradient in others.items() if name in known.waiting]

@@ -156,8 +156,8 @@ class Window:
             remaining=remaining,
             diagonals=self.registry.diagonals,
         )
-        for one in found:
-            marks(one.node).append(current.token)
+        for node in {one.node for one in found}:
+            marks(node).append(current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)

@@ -124,12 +124,22 @@ class Vertex:
         return answer
 
 
-def answers_alike(nodes: Sequence[Node], notes: Notes) -> bool:
-    """Whether these nodes say what others have said."""
-    try:
-        return all(question(nodes[number], detail) == answer for (number, question, detail), answer in notes.items())
-    except (AttributeError, IndexError):
-        return False  # another class of the same name, or one with fewer outputs
+class Questions:
+    """All that was asked of the nodes of a graph, node by node, and the answers."""
+
+    def __init__(self, notes: Notes) -> None:
+        by_number = sorted(notes.items(), key=lambda item: item[0][0])
+        self._asked = [(number, question, detail, answer) for (number, question, detail), answer in by_number]
+
+    def same_answers(self, nodes: Sequence[Node]) -> bool:
+        """Whether these nodes say what those have said."""
+        try:
+            for number, question, detail, answer in self._asked:
+                if question(nodes[number], detail) != answer:
+                    return False
+        except (AttributeError, IndexError):
+            return False  # another class of the same name, or one with fewer outputs
+        return True
 
 
 @dataclass(frozen=True)

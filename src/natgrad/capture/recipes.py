@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
-from natgrad.capture.graph import Graph, Notes, Walk, answers_alike, saved_tensor
+from natgrad.capture.graph import Graph, Notes, Questions, Walk, saved_tensor
 from natgrad.capture.layout import Shape
 from natgrad.capture.search import find_uses
 from natgrad.capture.shares import activation_numbers, readings
@@ -70,7 +70,7 @@ class Recipe:
 
     def __init__(self, given: _Given, notes: Notes, seen: Sightings) -> None:
         self._given = given
-        self._notes = notes
+        self._questions = Questions(notes)
         self._places = [(one.node.number, one.leaf.number, one.given) for one in seen.found]
         self._readings = readings(seen.found)
         self._numbers: list[int | None] = [None] * len(seen.found)  # of the activations of `_uses`
@@ -80,7 +80,7 @@ class Recipe:
 
     def fits(self, given: _Given, nodes: Sequence[Node]) -> bool:
         """Whether a search that starts from this, in a graph of these nodes, would find the same."""
-        return self._given == given and answers_alike(nodes, self._notes)
+        return self._given == given and self._questions.same_answers(nodes)
 
     def fill(self, nodes: Sequence[Node]) -> Findings:
         """The findings in a graph that fits."""
