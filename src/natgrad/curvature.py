@@ -319,9 +319,10 @@ class Curvature:
         # A block that has no solution yet gets one as soon as it has statistics.
         new = self.factors_at == self.step
         turn = self._turn(now)
-        blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
-        if blocks:
-            self.refresh(blocks, damping)
+        if everything or turn or new:
+            blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
+            if blocks:
+                self.refresh(blocks, damping)
 
     def _turn(self, now: Now) -> Collection[KroneckerBlock]:
         """The blocks that are to be decomposed in this step, where they take turns."""

@@ -61,7 +61,7 @@ from natgrad.trust_region.controller import Controller
 from natgrad.trust_region.history import History
 from natgrad.trust_region.objective import Objective
 from natgrad.trust_region.region import TrustRegion, checked_region
-from natgrad.update import Update, names
+from natgrad.update import Update
 from natgrad.window import FISHERS, Window, checked_accumulation
 
 # Arguments that need not be the same on all ranks.
@@ -496,9 +496,7 @@ class KFAC:
         self._control.check(self._step)
         self._link.read()
         usable = self._window.scale.unscale(self._link.optimizer)
-        gradients: dict[str, Tensor | None] = {
-            name: p.grad if self._link.holds(p) else None for name, p in self._parameters.items()
-        }
+        gradients = self._link.gradients()
         if self._joining is not None and self._joining.enabled:
             self._take_along(now, gradients, usable)
         self._go_on(now, gradients, usable)
@@ -523,7 +521,7 @@ class KFAC:
         with self.clock.part("precondition"):
             clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
-            self._metrics.skipped_steps += (~finite).to(torch.int64)
+            self._metrics.skipped_steps += ~finite
             if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
                 self._curvature.warn_of_nan()
         self._metrics.damping = now.damping
@@ -573,7 +571,8 @@ class KFAC:
         """Tells ranks that have no more batches what they need to do their share of this step."""
         assert self._together is not None, "there are other ranks"
         present = [name for name, gradient in gradients.items() if gradient is not None]
-        rates = {name: float(self._link.rate(name, self._step)) for name in present}
+        rate = self._link.rates(self._step)
+        rates = {name: float(rate(name)) for name in present}
         attendance = self._together.attend(self._step, now, usable, rates, present)
         self._together.send_gradients(gradients, attendance)
 
@@ -840,7 +839,7 @@ class KFAC:
         blocks = [
             block
             for block in checkpoint.load_blocks(state, self._parameters)
-            if not any(map(self._observer.excludes, names(block))) and not self._window.leaves(block)
+            if not any(map(self._observer.excludes, block.parameters)) and not self._window.leaves(block)
         ]
         rule = self._preconditioner.rule
         preconditioner = self._new_preconditioner(self._preconditioner.solver, rule)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,9 @@ class Link:
         self._lr = lr
         self._hook: RemovableHandle | None = None
         self._after: RemovableHandle | None = None
-        self._rates: dict[int, LearningRate] = {}  # parameter id → the learning rate of its group
+        self._members: list[list[Tensor]] = []  # the parameters of the groups, as they were read last
+        self._group_of: dict[int, int] = {}  # parameter id → its group
+        self._rates: list[LearningRate] = []  # of the groups
 
     @property
     def attached(self) -> bool:
@@ -135,23 +138,43 @@ class Link:
     def read(self) -> None:
         """Reads the learning rates, anew in every step: loading a state replaces groups, schedulers change them."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        self._rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+        members = [group["params"] for group in groups]
+        if not _same_objects(members, self._members):
+            self._members = [list(group) for group in members]
+            self._group_of = {id(parameter): number for number, group in enumerate(members) for parameter in group}
+        self._rates = [group["lr"] for group in groups]
 
     def take_over(self, rates: Mapping[str, LearningRate]) -> None:
         """Learning rates of a step that another rank takes."""
-        self._rates = {id(self._parameters[name]): rate for name, rate in rates.items()}
+        self._members = []  # not those of the optimizer
+        self._group_of = {id(self._parameters[name]): number for number, name in enumerate(rates)}
+        self._rates = list(rates.values())
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of all parameters; None for those that are not to be touched."""
+        if not self.attached:
+            return {name: parameter.grad for name, parameter in self._parameters.items()}
+        held = self._group_of
+        return {name: p.grad if id(p) in held else None for name, p in self._parameters.items()}
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
-        return not self.attached or id(parameter) in self._rates
+        return not self.attached or id(parameter) in self._group_of
 
-    def rate(self, name: str, step: int) -> LearningRate:
-        """The learning rate of a parameter."""
-        if self._lr is not None:
-            return self._lr.at(step)
-        if self._optimizer is None:
-            return 1.0  # no clip: only the logged KL depends on it
-        return self._rates.get(id(self._parameters[name]), 0.0)  # a parameter in no group does not move
+    def rates(self, step: int) -> Callable[[str], LearningRate]:
+        """The learning rates of parameters by name."""
+        if self._lr is not None or self._optimizer is None:
+            same = 1.0 if self._lr is None else self._lr.at(step)  # no clip: only the logged KL depends on it
+            return lambda name: same
+        group_of, rates, parameters = self._group_of, [*self._rates, 0.0], self._parameters
+        return lambda name: rates[group_of.get(id(parameters[name]), -1)]  # a parameter in no group does not move
+
+
+def _same_objects(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    return len(groups) == len(others) and all(
+        len(group) == len(other) and all(map(operator.is_, group, other))
+        for group, other in zip(groups, others, strict=True)
+    )
 
 
 class _Computed:

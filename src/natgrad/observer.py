@@ -16,7 +16,7 @@ from natgrad.capture.watch import Inputs
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.options import Terms
-from natgrad.parameters import parameters_of
+from natgrad.parameters import parameters_of, structure_of
 from natgrad.remaining import Fallback
 from natgrad.window import Window
 
@@ -47,6 +47,8 @@ class Observer:
         self._fallback = fallback
         self._link = link
         self._exclude = exclude
+        self._excluded: dict[str, bool] = {}  # of names that were asked for
+        self._structure: list[object] | None = None  # of the model, as it was looked at last
         self._fraction = fraction
         self._terms = terms
         self._warner = warner
@@ -58,11 +60,13 @@ class Observer:
 
     def excludes(self, name: str) -> bool:
         """Whether the user wants a parameter left to the optimizer."""
-        return any(fnmatch(name, pattern) for pattern in self._exclude)
+        if name not in self._excluded:
+            self._excluded[name] = any(fnmatch(name, pattern) for pattern in self._exclude)
+        return self._excluded[name]
 
     def why_left(self, name: str, parameter: Tensor) -> str | None:
         """Why a parameter takes no part; None where it does."""
-        if parameter.is_complex() or not parameter.is_floating_point():
+        if not parameter.is_floating_point():
             return f"{str(parameter.dtype).removeprefix('torch.')} parameters are not supported"
         if self.excludes(name):
             return "excluded"
@@ -133,6 +137,10 @@ class Observer:
 
     def _follow_replaced_modules(self) -> None:
         """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
+        structure = structure_of(self._model)
+        if structure is not None and structure == self._structure:
+            return
+        self._structure = structure
         present = parameters_of(self._model)
         if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
             changed = [name for name, p in self._parameters.items() if present.get(name) is not p]

@@ -56,12 +56,19 @@ class Hyperparameter:
         self.name = name
         self.value = value
         self._above, self._below, self._inclusive = above, below, inclusive
+        self._fixed: float | None = None  # a plain number is checked once
         if not callable(value):
-            self.at(0)
+            checked = self.at(0)
+            self._fixed = checked if isinstance(value, int | float) else None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the value is the same at all steps."""
+        return self._fixed is not None
 
     def at(self, step: int) -> float:
         """The value at a step."""
-        return self._checked(self._read(step), step)
+        return self._checked(self._read(step), step) if self._fixed is None else self._fixed
 
     def _read(self, step: int) -> Any:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.registry import Tap
-from natgrad.capture.form import USES
-from natgrad.capture.graph import saved
-from natgrad.capture.use import Found, Use
+from natgrad.capture.graph import saved_tensor
+from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
 from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
+
+_NOTHING = nullcontext()
 
 
 class Owner(Protocol):
@@ -63,7 +64,8 @@ class Pass:
     def __init__(
         self,
         owner: Owner,
-        found: Sequence[Found],
+        found: Sequence[Occurrence],
+        uses: Uses,
         *,
         terms: float,
         kind: str,
@@ -72,7 +74,8 @@ class Pass:
         remaining: Remaining,
         diagonals: Callable[[Use], tuple[bool, ...]],
     ) -> None:
-        self.uses = [*(one.use for one in found), *remaining.uses]
+        self.uses = uses
+        self._given = {number: one.given for number, one in enumerate(found) if one.given}
         self._first_rest = len(found)
         self._remaining = remaining
         self.terms = terms
@@ -87,18 +90,21 @@ class Pass:
         self._group = GraphExecGroup()
         self._taps: list[Tap] | None = None
         self._filled: set[Factor] = set()
+        self._heard: set[int] = set()  # the uses whose pairs have come in
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
-        self._first_use = _several_uses(self.uses)
+        self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
-    def listen(self, found: Iterable[Found], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
+    def listen(self, found: Iterable[Occurrence], roots: Iterable[Tensor], leaves: Sequence[Node]) -> None:
         """Empirical: takes each pair when the user's backward reaches its node, once. `leaves` belong to the
         parameters without a recognised use, for which the derivatives of `roots` are kept.
         """
+        by_node: dict[Node, list[tuple[int, Node]]] = {}
         for number, one in enumerate(found):
-            self.handles.append(one.node.register_prehook(self._listener(number, one.leaf)))
+            by_node.setdefault(one.node, []).append((number, one.leaf))
+        self.handles += [node.register_prehook(self._listener(uses)) for node, uses in by_node.items()]
         if not leaves:
             return
         for number, root in enumerate(roots):
@@ -126,7 +132,7 @@ class Pass:
             return
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
-            with self._timed(gradient.device):
+            with self._owner.clock.part("statistics"), _undisturbed(gradient.device):
                 self._add_rows(tap, gradient.detach().reshape(1, -1))
 
     @property
@@ -150,33 +156,34 @@ class Pass:
                 with _undisturbed(gradients.device):
                     self._add_rows(self._taps[self._first_rest + number], gradients)
 
-    def _listener(self, number: int, leaf: Node) -> Callable[[tuple[Tensor, ...]], None]:
-        done = False
+    def _listener(self, uses: list[tuple[int, Node]]) -> Callable[[tuple[Tensor, ...]], None]:
+        """Listens to one node, for its uses: their numbers, and the leaves of their weights."""
 
         def hook(derivatives: tuple[Tensor, ...]) -> None:
-            nonlocal done
-            if derivatives[0] is None or not _differentiates(leaf):
+            if derivatives[0] is None:
                 return
-            if done:
+            reached = [number for number, leaf in uses if _differentiates(leaf)]
+            fresh = [number for number in reached if number not in self._heard]
+            if len(fresh) < len(reached):
                 self._owner.again()
-                return
-            done = True
-            if derivatives[0].dtype == torch.float16:
-                self._owner.half()
-            tap = self._begin()[number]
-            with self._timed(derivatives[0].device):
-                derivative, saved = derivatives[0].detach(), self._read(torch._C._current_autograd_node(), tap.use)
-                if number in self._first_use:
-                    self._sum(self._first_use[number], tap.use, derivative, saved, self._summed)
-                else:
-                    self._add(tap, derivative, saved)
+            if fresh:
+                self._heard.update(fresh)
+                self._take(torch._C._current_autograd_node(), fresh, derivatives[0])
 
         return hook
 
-    @contextmanager
-    def _timed(self, device: torch.device) -> Iterator[None]:
-        with self._owner.clock.part("statistics"), _undisturbed(device):
-            yield
+    def _take(self, node: Node, numbers: Iterable[int], derivative: Tensor) -> None:
+        """Takes in the pairs of a node's uses."""
+        if derivative.dtype == torch.float16:
+            self._owner.half()
+        taps, derivative = self._begin(), derivative.detach()
+        with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
+            for number in numbers:
+                saved = self._read(node, number)
+                if number in self._first_use:
+                    self._sum(self._first_use[number], taps[number].use, derivative, saved, self._summed)
+                else:
+                    self._add(taps[number], derivative, saved)
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
@@ -220,7 +227,7 @@ class Pass:
 
     def differentiate(
         self,
-        found: Sequence[Found],
+        found: Sequence[Occurrence],
         derivatives: Iterable[Derivative],
         roots: Sequence[Tensor],
         anchors: Iterable[Node],
@@ -247,7 +254,7 @@ class Pass:
                 use = one.use
                 with _undisturbed(grad.device):
                     if number not in kept:
-                        saved = self._read(one.node, use)
+                        saved = self._read(one.node, number)
                         rows[number] = use.operation.rows(saved, grad)
                         if self._first_use.get(number, number) == number:
                             self._keep_inputs(number, saved, rows[number])
@@ -310,28 +317,16 @@ class Pass:
             for deliver in waiting:
                 deliver(taps)
 
-    def _read(self, node: Node, use: Use) -> tuple[Tensor, ...]:
-        if use.given:
-            return use.given
+    def _read(self, node: Node, number: int) -> tuple[Tensor, ...]:
+        use = self.uses[number]
+        if number in self._given:
+            return self._given[number]
         if not use.packed:
-            return tuple(saved(node, name).detach() for name in use.saved)
+            return tuple(saved_tensor(node, name).detach() for name in use.saved)
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._group:
-            return tuple(saved(node, name).detach() for name in use.saved)
-
-
-def _several_uses(uses: Sequence[Use]) -> dict[int, int]:
-    """The uses of vectors that have several in this pass, each with the number of the first; of those whose cases are
-    told apart, so that their rows are the same.
-    """
-    groups: dict[str, list[tuple[int, int]]] = {}
-    for number, use in enumerate(uses):
-        operation = use.operation
-        if isinstance(operation, Vector) and operation.case_axis is not None and use.form.source == USES:
-            groups.setdefault(use.weight.label, []).append((number, operation.shape[operation.case_axis]))
-    alike = [numbers for numbers in groups.values() if len({cases for _, cases in numbers}) == 1]
-    return {number: group[0][0] for group in alike if len(group) > 1 for number, _ in group}
+            return tuple(saved_tensor(node, name).detach() for name in use.saved)
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:
@@ -356,8 +351,13 @@ def _differentiates(leaf: Node) -> bool:
         return True  # torch.autograd.grad with the leaf among its inputs
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def _undisturbed(device: torch.device) -> AbstractContextManager[None]:
     """No gradients and no autocast: statistics keep their precision wherever backward was called from."""
+    disturbed = torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
+    return _without_gradients_and_autocast(device) if disturbed else _NOTHING
+
+
+@contextmanager
+def _without_gradients_and_autocast(device: torch.device) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

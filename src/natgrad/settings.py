@@ -34,10 +34,13 @@ class Settings:
         self._l2 = Hyperparameter("l2", l2, above=0, inclusive=True)
         self.momentum = Hyperparameter("raw_momentum", raw_momentum, above=0, below=1, inclusive=True)
         self._cap = None if region is None else region.cap
+        self._always: Now | None = None  # where no step differs from others
 
     def at(self, step: int) -> Now:
         """All that a step needs, checked before anything changes."""
-        return Now(
+        if self._always is not None:
+            return self._always
+        now = Now(
             cap=None if self._cap is None else self._cap.at(step),
             damping=self._damping.at(step),
             l2=self._l2.at(step),
@@ -46,10 +49,16 @@ class Settings:
             refresh_interval=self._refresh_interval.at(step),
             next_factor_interval=self.factor_interval.at(step + 1),
         )
+        if all(one.is_fixed for one in self._own()):
+            self._always = now
+        return now
+
+    def _own(self) -> list[Hyperparameter]:
+        own = [self._damping, self._decay, self._l2, self.momentum, self.factor_interval, self._refresh_interval]
+        return own if self._cap is None else [*own, self._cap]
 
     def _all(self) -> list[Hyperparameter]:
-        own = [self._damping, self._decay, self._l2, self.momentum, self.factor_interval, self._refresh_interval]
-        return [*own, *self._others] if self._cap is None else [*own, *self._others, self._cap]
+        return [*self._own(), *self._others]
 
     def state(self) -> dict[str, Any]:
         """The states of schedules driven by the loop and of adaptive damping, by option."""

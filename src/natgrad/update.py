@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.blocks.registry import Registry
 from natgrad.foreach import all_finite, dense, drop_unless, multiply_all
 from natgrad.link import Link
@@ -18,6 +18,18 @@ from natgrad.precondition.buffers import Buffers, Grafting
 from natgrad.precondition.clip import Clip, tighter
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.trust_region.controller import Controller
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The parameters with a solution, and those with no more than a block, for a version of the registry and the keys
+    of the solved blocks.
+    """
+
+    version: int
+    keys: list[str]
+    solved: frozenset[str]
+    waiting: frozenset[str]
 
 
 class Update:
@@ -37,6 +49,7 @@ class Update:
         self._link = link
         self._control = control
         self._grafting = grafting
+        self._sorted = _Sorted(-1, [], frozenset(), frozenset())
 
     def replace(
         self,
@@ -53,33 +66,42 @@ class Update:
         """
         # The user's objective is run in the middle of it, where the exact Fisher is asked for.
         with self._undone_on_failure(gradients) if self._control.exact_gradient else nullcontext():
-            solved = {name for member in preconditioner.solved.values() for name in names(member.block)}
-            present = dense(gradients)
-            others = {name: gradient for name, gradient in present.items() if name not in solved}
+            known = self._sort(preconditioner)
+            others = dense({name: gradient for name, gradient in gradients.items() if name not in known.solved})
             remembers = now.momentum > 0 or self._grafting is not None
+            exact = self._control.exact_gradient
+            present = dense(gradients) if remembers or exact else {}
             finite = all_finite(list((present if remembers else others).values()))
             if usable is not None:
                 finite = usable if finite is None else finite & usable
             norms = self._remember(present, others, now.momentum, finite) if remembers and finite is not None else None
-            exact = self._control.exact_gradient
             clip = preconditioner.precondition(
                 gradients,
                 damping=now.total_damping,
                 kappa=now.cap,
-                learning_rate=lambda name: self._link.rate(name, step),
+                learning_rate=self._link.rates(step),
                 finite=finite,
                 norms=norms,
             )
             if clip is not None and exact:
-                clip = self._clip_exactly({n: g for n, g in present.items() if n in solved}, clip, now.cap, step)
+                clip = self._clip_exactly({n: g for n, g in present.items() if n in known.solved}, clip, now.cap, step)
             finite = finite if clip is None else clip.finite
-            if finite is not None:
+            if finite is not None and others:
                 drop_unless(finite, list(others.values()))
             # A raw gradient at a natural gradient's learning rate is no step to take.
-            waiting = [others[name] for block in self._registry for name in names(block) if name in others]
+            waiting = [gradient for name, gradient in others.items() if name in known.waiting]
             if waiting:
                 torch._foreach_zero_(waiting)
             return clip, finite
+
+    def _sort(self, preconditioner: Preconditioner) -> _Sorted:
+        """Which parameters are preconditioned; the same from step to step, until blocks or solutions come or go."""
+        version, keys = self._registry.version, list(preconditioner.solved)
+        if (self._sorted.version, self._sorted.keys) != (version, keys):
+            solved = {name for one in preconditioner.solved.values() for name in one.block.parameters}
+            waiting = {name for block in self._registry for name in block.parameters if name not in solved}
+            self._sorted = _Sorted(version, keys, frozenset(solved), frozenset(waiting))
+        return self._sorted
 
     @contextmanager
     def _undone_on_failure(self, gradients: Mapping[str, Tensor | None]) -> Iterator[None]:
@@ -114,14 +136,9 @@ class Update:
     def _clip_exactly(self, gradients: Mapping[str, Tensor], clip: Clip, cap: float | None, step: int) -> Clip:
         """Clips gradients that the blocks' `clip` has scaled by the exact Fisher of the batch too."""
         parameters = {name: self._parameters[name] for name in gradients}
-        length = self._control.length_of_gradient(parameters, gradients, lambda name: self._link.rate(name, step))
+        length = self._control.length_of_gradient(parameters, gradients, self._link.rates(step))
         both = tighter(clip, length / clip.factor**2, cap)
         own = list(gradients.values())
         multiply_all(own, both.factor / clip.factor)
         drop_unless(both.finite, own)
         return both
-
-
-def names(block: KroneckerBlock) -> list[str]:
-    """The parameters that a block has a part of."""
-    return [layout.name for layout in block.layouts]

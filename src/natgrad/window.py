@@ -20,9 +20,9 @@ from natgrad.capture import outputs
 from natgrad.capture.cases import batch_of
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE, USES
-from natgrad.capture.graph import Graph, marks
-from natgrad.capture.search import find_uses
-from natgrad.capture.use import Findings, Use
+from natgrad.capture.graph import Graph, Vertex, Walk, marks
+from natgrad.capture.recipes import Recipes
+from natgrad.capture.use import Findings, Use, Uses
 from natgrad.capture.watch import Inputs
 from natgrad.clock import Clock, NoClock
 from natgrad.loss_scale import LossScale
@@ -81,6 +81,7 @@ class Window:
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
         self._choices = choices
+        self._recipes = Recipes(choices)
         self._fallback = fallback
         self.fisher = fisher
         self.predictive = predictive
@@ -125,26 +126,29 @@ class Window:
         if counted is None:
             return None
         terms, how = counted
-        graph = Graph(roots)
-        self._refuse_hidden(graph, parameters)
+        walk = Walk(roots)
+        self._refuse_hidden(walk, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
         candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
-        findings = find_uses(graph, candidates, choices=self._choices, batch=batch, known=self.registry.forms())
-        taken = {current.token for current in (*self._open, *self._counted)}
-        found = [one for one in findings.found if not _marked(one.node, taken)]
-        unknown = self._unknown(graph, findings, parameters)
-        last = _last(graph, [root for root in roots if root.dim() > 0]) if unknown else []
+        findings = self._recipes.find(walk, candidates, batch, self.registry.forms())
+        found, passed_before = findings.found, {current.token for current in (*self._open, *self._counted)}
+        if passed_before:
+            found = [one for one in found if not _marked(one.node, passed_before)]
+        unknown = self._unknown(walk, findings, parameters)
+        last = _last(walk, [root for root in roots if root.dim() > 0]) if unknown else []
         call = self._call(output, last, inputs, batch.cases) if unknown else ""
-        uses = self._fallback.uses(unknown, parameters, call, last)
-        remaining = Remaining(self._fallback, uses, parameters, call)
+        rest = self._fallback.uses(unknown, parameters, call, last)
+        remaining = Remaining(self._fallback, rest, parameters, call)
         findings.remaining = len(remaining.uses)
         if not found and not remaining.uses:
             return findings
         if len(found) < len(findings.found) and how == OWN:
             how = CONNECTED
+        everything = len(found) == len(findings.found) and not remaining.uses
         current = Pass(
             self,
             found,
+            findings.uses if everything else Uses([*(one.use for one in found), *remaining.uses]),
             terms=terms,
             kind=how,
             unrecognised=findings.unrecognised,
@@ -152,19 +156,18 @@ class Window:
             remaining=remaining,
             diagonals=self.registry.diagonals,
         )
-        for one in found:
-            marks(one.node).append(current.token)
+        for node in {one.node for one in found}:
+            marks(node).append(current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)
         if self.fisher == "empirical" or distribution is None:
-            current.listen(
-                found, last or roots, [graph.leaves[id(parameters[use.weight.name])] for use in remaining.uses]
-            )
+            leaves = [walk.leaf(parameters[use.weight.name]) for use in remaining.uses]
+            current.listen(found, last or roots, [walk.nodes[leaf] for leaf in leaves if leaf is not None])
         else:
             sampled = self.fisher == "sampled"
             derivatives = [distribution.sampled(self.generator)] if sampled else distribution.exact()
-            current.differentiate(found, derivatives, last, graph.roots if anchors is None else anchors)
+            current.differentiate(found, derivatives, last, walk.roots if anchors is None else anchors)
         return findings
 
     def _count(
@@ -216,21 +219,20 @@ class Window:
         places = {id(tensor): place for place, tensor in enumerate(outputs.tensors(output))}
         return make_call(inputs, cases, tuple(places[id(root)] for root in roots), roots[0].device)
 
-    def _unknown(self, graph: Graph, findings: Findings, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    def _unknown(self, walk: Walk, findings: Findings, parameters: Mapping[str, Tensor]) -> dict[str, str]:
         """The parameters without a recognised use, now or in an earlier pass, that this graph holds, and why."""
         if self._fallback.how == "optimizer":
             return {}
         return {
             name: reason
             for name, reason in {**self.unrecognised, **findings.unrecognised}.items()
-            if name in parameters and id(parameters[name]) in graph.leaves
+            if name in parameters and walk.leaf(parameters[name]) is not None
         }
 
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
         current.task = torch._C._current_graph_task_id()
-        covered = {layout.name for use in current.uses for layout in (use.weight, use.bias) if layout is not None}
-        fresh = all(self._parameters[name].grad is None for name in covered)
+        fresh = all(self._parameters[name].grad is None for name in current.uses.parameters)
         another = all(other.task != current.task for other in self._counted)
         # Gradients were thrown away since (a skipped batch, another network's turn; a step that the scaler skipped):
         # so are their statistics.
@@ -298,10 +300,10 @@ class Window:
                 "for curvature and training stops: attach(optimizer, grad_scaler=scaler)",
             )
 
-    def _refuse_hidden(self, graph: Graph, parameters: Mapping[str, Tensor]) -> None:
-        if "CheckpointFunctionBackward" not in graph:
+    def _refuse_hidden(self, walk: Walk, parameters: Mapping[str, Tensor]) -> None:
+        if "CheckpointFunctionBackward" not in walk:
             return
-        hidden = [name for name, parameter in parameters.items() if id(parameter) not in graph.leaves]
+        hidden = [name for name, parameter in parameters.items() if walk.leaf(parameter) is None]
         if hidden:
             reason = "hidden by reentrant activation checkpointing: use use_reentrant=False"
             self.unrecognised |= dict.fromkeys(hidden, reason)
@@ -446,20 +448,22 @@ class Window:
         ]
 
 
-def _last(graph: Graph, roots: list[Tensor]) -> list[Tensor]:
+def _last(walk: Walk, roots: list[Tensor]) -> list[Tensor]:
     """The outputs that no other of them is computed from: those below have their derivatives too."""
-    nodes = {root.grad_fn for root in roots}
+    graph = Graph(walk, {})
+    own = dict(zip(walk.roots, graph.vertices, strict=False))  # the outputs' nodes come first
+    vertices = {own[root.grad_fn] for root in roots if root.grad_fn is not None}
     found = []
     for root in roots:
         assert root.grad_fn is not None, "roots are attached"
-        above = [consumer.node for consumer in graph.consumers[root.grad_fn]]
-        seen: set[Node] = set()
-        while above and not nodes & seen:
-            node = above.pop()
-            if node not in seen:
-                seen.add(node)
-                above += [consumer.node for consumer in graph.consumers[node]]
-        if not nodes & seen:
+        above = [consumer.node for consumer in graph.consumers[own[root.grad_fn]]]
+        seen: set[Vertex] = set()
+        while above and not vertices & seen:
+            vertex = above.pop()
+            if vertex not in seen:
+                seen.add(vertex)
+                above += [consumer.node for consumer in graph.consumers[vertex]]
+        if not vertices & seen:
             found.append(root)
     return found
 

@@ -13,8 +13,8 @@ from natgrad import KFAC, models
 from natgrad.blocks.registry import Registry
 from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
-from natgrad.capture.graph import Graph
-from natgrad.capture.search import find_uses
+from natgrad.capture.graph import Walk
+from natgrad.capture.recipes import Recipes
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.report import Report, build_report
 
@@ -24,9 +24,9 @@ def report_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Report:
     parameters = dict(model.named_parameters())
     output = model(x)
     choices = Choices(**{"doubly_factored_above": 4096, **options})
-    findings = find_uses(Graph([output]), parameters, choices=choices, batch=Batch(x.shape[:1]), known={})
+    findings = Recipes(choices).find(Walk([output]), parameters, Batch(x.shape[:1]), known={})
     registry = Registry(parameters, max_factor_size=16384, max_vector_size=256)
-    registry.assign([one.use for one in findings.found])
+    registry.assign(findings.uses)
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     reasons = dict.fromkeys(parameters, "not found") | findings.unrecognised
     return build_report(sizes, registry, Preconditioner("eigen", "joint"), reasons, "")

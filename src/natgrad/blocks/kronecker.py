@@ -138,8 +138,9 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     if not orientations:
         return
     torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
-    add_counts([orientation.counts[0] for orientation in orientations], [o.pending_rows for o in orientations])
-    add_counts([orientation.counts[1] for orientation in orientations], [terms] * len(orientations))
+    counts = [orientation.counts.unbind() for orientation in orientations]
+    add_counts([rows for rows, _ in counts], [orientation.pending_rows for orientation in orientations])
+    add_counts([losses for _, losses in counts], [terms] * len(counts))
     for orientation in orientations:
         orientation._forget()
 
@@ -165,6 +166,8 @@ class KroneckerBlock:
     ) -> None:
         self.weight = weight
         self.bias = bias
+        self.layouts = [weight] if bias is None else [weight, bias]
+        self.parameters = tuple(layout.name for layout in self.layouts)  # that it has a part of
         self.kind = kind
         self.form = form
         self.straight = straight
@@ -174,11 +177,6 @@ class KroneckerBlock:
     def key(self) -> str:
         """What names the block in a checkpoint: the covered part of the weight."""
         return self.weight.label
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Weight, then bias."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
-from natgrad.capture.use import Use
+from natgrad.capture.use import Use, Uses
 from natgrad.statistics.gram import accumulation_dtype
 
 
@@ -36,6 +37,9 @@ class Registry:
         self._max_vector_size = max_vector_size
         self._blocks: dict[str, KroneckerBlock] = {}
         self.version = 0
+        # What follows from the blocks as they are: uses are the same objects in step after step.
+        self._taps: weakref.WeakKeyDictionary[Uses, list[Tap]] = weakref.WeakKeyDictionary()
+        self._forms: dict[str, Form] | None = {}
 
     def __iter__(self) -> Iterator[KroneckerBlock]:
         return iter(self._blocks.values())
@@ -51,9 +55,16 @@ class Registry:
         """The blocks that cover a parameter or slices of it."""
         return [block for block in self if any(layout.name == name for layout in block.layouts)]
 
-    def forms(self) -> dict[str, Form]:
+    def _has_changed(self) -> None:
+        self.version += 1
+        self._taps.clear()
+        self._forms = None
+
+    def forms(self) -> Mapping[str, Form]:
         """How each block is factored."""
-        return {key: block.form for key, block in self._blocks.items()}
+        if self._forms is None:
+            self._forms = {key: block.form for key, block in self._blocks.items()}
+        return self._forms
 
     def diagonals(self, use: Use) -> tuple[bool, ...]:
         """Which sides of a use's block are diagonal, the row side first: those above a size limit, look-ups, and what
@@ -77,7 +88,7 @@ class Registry:
         order = {name: position for position, name in enumerate(self._parameters)}
         ordered = sorted(blocks, key=lambda block: (order[block.weight.name], block.weight.box or ()))
         self._blocks = {block.key: block for block in ordered}
-        self.version += 1
+        self._has_changed()
 
     def drop(self, names: Iterable[str]) -> list[str]:
         """Forgets the blocks that cover any of these parameters; returns their keys."""
@@ -86,8 +97,19 @@ class Registry:
             self.replace([block for block in self if block not in lost])
         return [block.key for block in lost]
 
-    def assign(self, uses: Sequence[Use]) -> list[Tap]:
+    def assign(self, uses: Uses) -> list[Tap]:
         """Finds or makes the block of every use of one forward pass."""
+        known = self._taps.get(uses)
+        if known is not None:
+            return known
+        before = self.version
+        taps = self._assign(uses)
+        # What has changed nothing will change nothing the next time. A bias that is not added may be frozen by then.
+        if self.version == before and not any(tap.use.bias is None and tap.block.bias is not None for tap in taps):
+            self._taps[uses] = taps
+        return taps
+
+    def _assign(self, uses: Uses) -> list[Tap]:
         by_key: dict[str, list[Use]] = {}
         for use in uses:
             by_key.setdefault(use.weight.label, []).append(use)
@@ -158,7 +180,7 @@ class Registry:
             return block.straight
         if block.swapped is None:
             block.swapped = self._new_orientation(use)
-            self.version += 1
+            self._has_changed()
         return block.swapped
 
     def _share(self, made: list[KroneckerBlock], by_key: dict[str, list[Use]]) -> None:
@@ -185,7 +207,7 @@ class Registry:
                 if len(blocks) > 1 and used and not (together and len(numbers) == 1 and None not in numbers):
                     for block in blocks[1:]:
                         block.straight.sides[side] = factor.copy()
-                    self.version += 1
+                    self._has_changed()
 
 
 # Which side of a block: its outputs', or its inputs'.

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
 from natgrad.capture.cases import RESHAPES, Batch, leading_shape
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
-from natgrad.capture.graph import Consumer, Graph, kind, output_shape, saved
-from natgrad.capture.layout import Layout
+from natgrad.capture.graph import Consumer, Graph, Vertex, kind, output_shape, saved
+from natgrad.capture.layout import Layout, Shape
 from natgrad.capture.products import plain_scale
 from natgrad.capture.use import Found, Use
 from natgrad.capture.vectors import rows_as_cases
@@ -26,23 +25,23 @@ from natgrad.statistics.vectors import Place, Vector
 class Bias:
     """A vector added to the outputs of a product, and the node where that happens."""
 
-    product: Node
+    product: Vertex
     layout: Layout
-    node: Node
+    node: Vertex
 
 
-def as_bias(name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None) -> Layout | None:
+def as_bias(name: str, shape: Shape, consumer: Consumer, view: Tensor | None) -> Layout | None:
     """The covered part of a vector, where the node may be adding it as a bias."""
-    if parameter.dim() != 1 or view is None or kind(consumer.node) not in ("Addmm", "Convolution", "Add"):
+    if len(shape) != 1 or view is None or kind(consumer.node) not in ("Addmm", "Convolution", "Add"):
         return None
     # Broadcasting a bias repeats it along leading axes; the last one is the bias itself.
     if any(stride != 0 and size != 1 for size, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True)):
         return None
     offset = int(view.storage_offset())
-    return layouts.from_view(name, parameter.shape, view.shape[-1:], view.stride()[-1:], offset, "r")
+    return layouts.from_view(name, shape, view.shape[-1:], view.stride()[-1:], offset, "r")
 
 
-def biased_product(graph: Graph, consumer: Consumer, size: int) -> Node | None:
+def biased_product(graph: Graph, consumer: Consumer, size: int) -> Vertex | None:
     """The product or convolution whose output a vector of `size` is added to, if the sum is all that becomes of it."""
     node = consumer.node
     if kind(node) == "Addmm":
@@ -68,7 +67,6 @@ def with_biases(
     biases: dict[str, list[Bias]],
     free: dict[str, list[Found]],
     graph: Graph,
-    parameters: Mapping[str, Tensor],
     batch: Batch,
     choices: Choices,
     axes: Mapping[str, int | None],
@@ -78,7 +76,7 @@ def with_biases(
     Not every use of the weight need add it: one that does not has a 0 in the bias's coordinate instead of a 1. `axes`
     are the case axes known from earlier passes.
     """
-    by_node: dict[Node, Layout] = {bias.product: bias.layout for added in biases.values() for bias in added}
+    by_node: dict[Vertex, Layout] = {bias.product: bias.layout for added in biases.values() for bias in added}
     groups: dict[tuple[str, object], list[Found]] = {}
     for uses in weights.values():
         for one in uses:
@@ -105,7 +103,7 @@ def with_biases(
     alone = {name for name, added in biases.items() if any(bias.layout not in joined for bias in added)}
     by_product = {one.node: one for one in result}
     for name in sorted(alone):
-        leaf = graph.leaves[id(parameters[name])]
+        leaf = graph.leaves[name]
         for added in biases[name]:
             one = _free_bias(
                 graph, added, by_product.get(added.product), leaf, batch.for_axis(choices.axis_of(name), axes.get(name))
@@ -120,7 +118,7 @@ def with_biases(
     return result + [one for uses in free.values() for one in uses]
 
 
-def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Node, batch: Batch) -> Found:
+def _free_bias(graph: Graph, bias: Bias, product: Found | None, leaf: Vertex, batch: Batch) -> Found:
     """A bias with a block of its own: added to a product whose weight has another bias, none, or two input factors."""
     node, part = bias.node, bias.layout
     shape = output_shape(node)
@@ -155,5 +153,5 @@ def _takes_bias(group: list[Found], bias: Layout) -> bool:
     return plain and all(one.use.weight == group[0].use.weight for one in group) and bias.numel == stack * rows
 
 
-def _only_here(bias: Layout, nodes: set[Node], biases: dict[str, list[Bias]]) -> bool:
+def _only_here(bias: Layout, nodes: set[Vertex], biases: dict[str, list[Bias]]) -> bool:
     return all(other.product in nodes for other in biases[bias.name] if other.layout.overlaps(bias))

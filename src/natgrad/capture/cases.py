@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from natgrad.capture.graph import Graph, kind, output_shape
+from natgrad.capture.graph import Graph, Vertex, kind, output_shape
 
 # Nodes between a product and the addition of its bias that keep the last axis, the outputs, in place.
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze")
 
 
-def leading_shape(graph: Graph, node: Node, outputs: int) -> tuple[int, ...]:
+def leading_shape(graph: Graph, node: Vertex, outputs: int) -> tuple[int, ...]:
     """The shape of a product's rows before they were flattened: (B, T) for a linear layer on (B, T, d).
 
     Read off the reshape that follows the product: `nn.Linear` puts one there, whether or not its input has a gradient.

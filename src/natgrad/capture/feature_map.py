@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 
-from torch.autograd.graph import Node
-
 from natgrad.capture.cases import RESHAPES
 from natgrad.capture.choices import split_map
-from natgrad.capture.graph import kind, output_shape, saved_integers
+from natgrad.capture.graph import Vertex, kind, output_shape, saved_integers
 
 # What may stand between the flattening and the product: elementwise functions of one activation.
 _ACTIVATIONS = ("Relu", "LeakyRelu", "Elu", "Gelu", "Silu", "Tanh", "Sigmoid", "Hardtanh", "Hardswish")
 _ELEMENTWISE = frozenset(("Mul", "NativeDropout", "Clone", "ToCopy", "Alias", *_ACTIVATIONS))
 
 
-def feature_map(node: Node, argument: int, inputs: int) -> tuple[int, int] | None:
+def feature_map(node: Vertex, argument: int, inputs: int) -> tuple[int, int] | None:
     """How the inputs of a product split into channels and places (C, T), or places and channels where they lie so.
 
     `argument` is where the product takes its activation. Follows the activation up to the view or flatten that made
     rows of `inputs` elements out of maps; None where there is none, as for raw data.
     """
-    producer: Node | None = node.next_functions[argument][0]
+    producer: Vertex | None = node.next_functions[argument][0]
     while producer is not None and output_shape(producer)[-1:] == (inputs,):
         if kind(producer) in RESHAPES:
             above, output = producer.next_functions[0]
@@ -36,11 +34,11 @@ def feature_map(node: Node, argument: int, inputs: int) -> tuple[int, int] | Non
     return None
 
 
-def _has_one_activation(node: Node) -> bool:
+def _has_one_activation(node: Vertex) -> bool:
     return sum(above is not None for above, _ in node.next_functions) == 1
 
 
-def _channels_last(reshape: Node, axes: int) -> bool:
+def _channels_last(reshape: Vertex, axes: int) -> bool:
     """Whether a permutation has moved the channels to the end before the flattening."""
     above = reshape.next_functions[0][0]
     while above is not None and kind(above) in ("Clone", "Permute", "ToCopy"):

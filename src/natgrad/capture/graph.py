@@ -3,15 +3,20 @@
 Walking from the outputs' `grad_fn` to every `AccumulateGrad` and back up through layout-only nodes (T, View, Split,
 ToCopy, ...) finds the node that consumes a parameter, whatever module, function or einsum made it (Ba et al. 2017,
 Appendix B).
+
+Most graphs are like the one before. So the walk is one tight loop, and what is looked for in a graph goes through
+`Vertex`, which notes every question that it was asked: where another graph with the same links gives the same answers,
+there is nothing new to be found in it.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,13 +46,109 @@ _TAKE_NUMBERS = frozenset(
 )
 
 
+Question: TypeAlias = Callable[[Node, Any], Any]
+Notes: TypeAlias = dict[tuple[int, Question, Any], Any]  # (the node's number, what was asked, of what) → the answer
+
+
+class Walk:
+    """The nodes reachable from some outputs, in the order in which they were met: the outputs' own come first.
+
+    `links` is what the graph is like but for the nodes themselves: every node's number, how many producers it has, and
+    each producer's number (−1 for none) and output. `names` are the nodes' types'.
+    """
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        numbers: dict[Node, int] = {}
+        for output in outputs:
+            if output.grad_fn is not None:
+                numbers.setdefault(output.grad_fn, len(numbers))
+        nodes = list(numbers)
+        self.ends = len(nodes)
+        links: list[int] = []
+        sources: list[int] = []
+        stack = list(range(len(nodes)))
+        while stack:
+            number = stack.pop()
+            producers = nodes[number].next_functions
+            links += number, len(producers)
+            if not producers:
+                sources.append(number)
+            for producer, output_number in producers:
+                if producer is None:
+                    links += -1, 0
+                    continue
+                known = numbers.get(producer)
+                if known is None:
+                    known = numbers[producer] = len(nodes)
+                    nodes.append(producer)
+                    stack.append(known)
+                links += known, output_number
+        self.nodes = nodes
+        self.links = links
+        self.names = [type(node).__name__ for node in nodes]
+        # The tensors' ids, and the numbers of the nodes that collect their gradients.
+        self._leaves = {
+            id(_attributes(nodes[number]).variable): number
+            for number in sources
+            if self.names[number] == "AccumulateGrad"
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    @property
+    def roots(self) -> list[Node]:
+        """The outputs' own nodes."""
+        return self.nodes[: self.ends]
+
+    def leaf(self, parameter: Tensor) -> int | None:
+        """The number of the node that collects a parameter's gradient; None where this graph does not use it."""
+        return self._leaves.get(id(parameter))
+
+
+class Vertex:
+    """A node, as those who look for something see it: what it tells them is noted."""
+
+    def __init__(self, node: Node, number: int, kind: str, notes: Notes) -> None:
+        self.number = number
+        self.kind = kind
+        self.next_functions: list[tuple[Vertex | None, int]] = []
+        self._node = node
+        self._notes = notes
+
+    def ask(self, question: Question, detail: Any) -> Any:
+        """The node's answer, which must be something that can be compared, and that keeps nothing alive."""
+        answer = question(self._node, detail)
+        assert not isinstance(answer, Tensor), "tensors are read when what was found is filled in"
+        self._notes[self.number, question, detail] = answer
+        return answer
+
+
+class Questions:
+    """All that was asked of the nodes of a graph, node by node, and the answers."""
+
+    def __init__(self, notes: Notes) -> None:
+        by_number = sorted(notes.items(), key=lambda item: item[0][0])
+        self._asked = [(number, question, detail, answer) for (number, question, detail), answer in by_number]
+
+    def same_answers(self, nodes: Sequence[Node]) -> bool:
+        """Whether these nodes say what those have said."""
+        try:
+            for number, question, detail, answer in self._asked:
+                if question(nodes[number], detail) != answer:
+                    return False
+        except (AttributeError, IndexError):
+            return False  # another class of the same name, or one with fewer outputs
+        return True
+
+
 @dataclass(frozen=True)
 class Consumer:
     """A node that takes a producer's output: its argument number `argument`, from the producer's output number
     `output`.
     """
 
-    node: Node
+    node: Vertex
     argument: int
     output: int
 
@@ -56,53 +157,48 @@ class Consumer:
 class Spread:
     """The node that repeats a parameter, and the view of it before."""
 
-    node: Node
+    node: Vertex
     view: Tensor
 
 
 class Graph:
-    """The nodes reachable from some outputs, with their consumers."""
+    """The vertices of a walk, with their consumers. `leaves` are those of parameters, by name; `notes` is all that it
+    has told.
+    """
 
-    def __init__(self, roots: Iterable[Tensor]) -> None:
-        self.consumers: dict[Node, list[Consumer]] = {}
-        self.leaves: dict[int, Node] = {}
-        stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-        for node in stack:
-            self.consumers.setdefault(node, [])
-        stack = list(self.consumers)
-        self.roots = frozenset(stack)
-        while stack:
-            node = stack.pop()
-            for argument, (producer, output) in enumerate(node.next_functions):
-                if producer is None:
-                    continue
-                if producer not in self.consumers:
-                    self.consumers[producer] = []
-                    stack.append(producer)
-                    if kind(producer) == "AccumulateGrad":
-                        self.leaves[id(variable(producer))] = producer
-                self.consumers[producer].append(Consumer(node, argument, output))
+    def __init__(self, walk: Walk, leaves: Mapping[str, int]) -> None:
+        self.notes: Notes = {}
+        self.vertices = [
+            Vertex(node, number, _kind(name), self.notes)
+            for number, (node, name) in enumerate(zip(walk.nodes, walk.names, strict=True))
+        ]
+        self.leaves = {name: self.vertices[number] for name, number in leaves.items()}
+        self.consumers: dict[Vertex, list[Consumer]] = {vertex: [] for vertex in self.vertices}
+        self.roots = frozenset(self.vertices[: walk.ends])
+        links = iter(walk.links)
+        for number, count in zip(links, links, strict=True):
+            vertex = self.vertices[number]
+            for argument in range(count):
+                producer, output = next(links), next(links)
+                above = None if producer < 0 else self.vertices[producer]
+                vertex.next_functions.append((above, output))
+                if above is not None:
+                    self.consumers[above].append(Consumer(vertex, argument, output))
 
-    def __contains__(self, node_kind: str) -> bool:
-        return any(kind(node) == node_kind for node in self.consumers)
-
-    def only_consumer(self, node: Node) -> Consumer | None:
+    def only_consumer(self, node: Vertex) -> Consumer | None:
         """The consumer of a node's output where there is exactly one and the output is not the model's own."""
         consumers = self.consumers[node]
         return consumers[0] if len(consumers) == 1 and node not in self.roots else None
 
-    def uses_of(self, parameter: Tensor) -> Iterator[tuple[Consumer, Tensor | None, Spread | None]]:
-        """Each node that computes with a parameter, the view of the parameter that it sees, and what repeated it on
-        the way.
+    def uses_of(self, leaf: Vertex, shape: Sequence[int]) -> Iterator[tuple[Consumer, Tensor | None, Spread | None]]:
+        """Each node that computes with a parameter of this shape, the view of it that the node sees, and what repeated
+        it on the way.
 
         The view is a meta tensor whose strides and offset count a contiguous parameter; None where the layout nodes
         in between are not a plain view.
         """
-        leaf = self.leaves.get(id(parameter))
-        if leaf is None:
-            return
-        start: Tensor | None = torch.empty(parameter.shape, device="meta")
-        pending: list[tuple[Node, list[Tensor | None], Spread | None]] = [(leaf, [start], None)]
+        start: Tensor | None = torch.empty(shape, device="meta")
+        pending: list[tuple[Vertex, list[Tensor | None], Spread | None]] = [(leaf, [start], None)]
         while pending:
             producer, views, spread = pending.pop()
             for consumer in self.consumers[producer]:
@@ -115,7 +211,7 @@ class Graph:
                 after = Spread(node, view) if repeats and view is not None else spread
                 pending.append((node, view_through(node, view), after))
 
-    def is_of_parameters(self, node: Node, cases: int | None) -> bool:
+    def is_of_parameters(self, node: Vertex, cases: int | None) -> bool:
         """Whether a node's output depends on parameters alone, not on data, as far as the graph tells. What is
         repeated for each of so many `cases` counts as data: from there on every case has its own.
 
@@ -126,7 +222,7 @@ class Graph:
             node = pending.pop()
             if kind(node) in _LOOK_UPS or (kind(node) in ("Expand", "Repeat") and output_shape(node)[:1] == (cases,)):
                 return False
-            if kind(node) == "AccumulateGrad" and not isinstance(variable(node), Parameter):
+            if kind(node) == "AccumulateGrad" and not node.ask(_collects_for_parameter, None):
                 return False  # data that somebody wants the gradient of
             for producer, _ in node.next_functions:
                 if producer is None:
@@ -139,45 +235,71 @@ class Graph:
         return True
 
 
-def kind(node: Node) -> str:
+def kind(node: Vertex) -> str:
     """A node's operation without the number of its overload: ``AddmmBackward0`` → ``Addmm``.
 
     A user's own `torch.autograd.Function` has no number (``AddmmBackward``) and keeps its whole name: it may do
     anything.
     """
-    return _BUILT_IN.sub("", type(node).__name__)
+    return node.kind
 
 
-def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
+    return _BUILT_IN.sub("", name)
+
+
+def output_shape(node: Vertex, output: int = 0) -> tuple[int, ...]:
     """The shape of a node's forward output."""
-    return tuple(_attributes(node)._input_metadata[output].shape)
+    shape: tuple[int, ...] = node.ask(_output_shape, output)
+    return shape
 
 
-def saved(node: Node, name: str) -> Any:
-    """What autograd saved for backward under a name."""
-    return getattr(node, f"_saved_{name}")
+def saved(node: Vertex, name: str) -> Any:
+    """A number or numbers that autograd saved for backward under a name."""
+    return node.ask(getattr, f"_saved_{name}")
 
 
-def saved_integer(node: Node, name: str) -> int:
+def saved_integer(node: Vertex, name: str) -> int:
     """A saved integer; negative ones come back from C++ as unsigned."""
     return _signed(saved(node, name))
 
 
-def saved_integers(node: Node, name: str) -> list[int]:
+def saved_integers(node: Vertex, name: str) -> list[int]:
     """Saved integers, likewise."""
     return [_signed(value) for value in saved(node, name)]
 
 
-def has_unpack_hook(node: Node, name: str) -> bool:
+def saved_tensor(node: Node, name: str) -> Tensor:
+    """The tensor that autograd saved under a name."""
+    tensor: Tensor = getattr(node, f"_saved_{name}")
+    return tensor
+
+
+def has_unpack_hook(node: Vertex, name: str) -> bool:
     """Whether a saved tensor is packed away (checkpointing, offloading), so that reading it costs something."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
+    packed: bool = node.ask(_has_unpack_hook, f"_raw_saved_{name}")
+    return packed
+
+
+# What can be asked of a node.
+
+
+def _output_shape(node: Node, output: int) -> tuple[int, ...]:
+    return tuple(_attributes(node)._input_metadata[output].shape)
+
+
+def _outputs(node: Node, _: None) -> int:
+    return len(_attributes(node)._input_metadata)
+
+
+def _has_unpack_hook(node: Node, name: str) -> bool:
+    raw = getattr(node, name, None)
     return raw is None or getattr(raw, "unpack_hook", raw) is not None
 
 
-def variable(leaf: Node) -> Tensor:
-    """The tensor whose gradient an AccumulateGrad node collects."""
-    tensor: Tensor = _attributes(leaf).variable
-    return tensor
+def _collects_for_parameter(leaf: Node, _: None) -> bool:
+    return isinstance(_attributes(leaf).variable, Parameter)
 
 
 def marks(node: Node) -> list[object]:
@@ -195,11 +317,11 @@ def _signed(value: int) -> int:
     return value - 2**64 if value > sys.maxsize else value
 
 
-def view_through(node: Node, view: Tensor | None) -> list[Tensor | None]:
+def view_through(node: Vertex, view: Tensor | None) -> list[Tensor | None]:
     """What a layout-only node makes of a view of a parameter, one entry per output; None where it is no longer a
     view.
     """
-    outputs: list[Tensor | None] = [None] * len(_attributes(node)._input_metadata)
+    outputs: list[Tensor | None] = [None] * node.ask(_outputs, None)
     if view is None:
         return outputs
     try:
@@ -209,26 +331,26 @@ def view_through(node: Node, view: Tensor | None) -> list[Tensor | None]:
     return list(made) if isinstance(made, tuple) else [made]
 
 
-def _slice(node: Node, view: Tensor) -> Tensor:
+def _slice(node: Vertex, view: Tensor) -> Tensor:
     index = [slice(None)] * view.dim()
     bounds = (saved_integer(node, "start"), saved_integer(node, "end"), saved_integer(node, "step"))
     index[saved_integer(node, "dim")] = slice(*bounds)
     return view[tuple(index)]
 
 
-def _reshape(node: Node, view: Tensor) -> Tensor:
+def _reshape(node: Vertex, view: Tensor) -> Tensor:
     return view.view(output_shape(node))
 
 
-def _same(node: Node, view: Tensor) -> Tensor:
+def _same(node: Vertex, view: Tensor) -> Tensor:
     return view
 
 
-def _split(node: Node, view: Tensor) -> Any:
+def _split(node: Vertex, view: Tensor) -> Any:
     return view.split(saved_integer(node, "split_size"), saved_integer(node, "dim"))
 
 
-def _split_with_sizes(node: Node, view: Tensor) -> Any:
+def _split_with_sizes(node: Vertex, view: Tensor) -> Any:
     return view.split(list(saved(node, "split_sizes")), saved_integer(node, "dim"))
 
 

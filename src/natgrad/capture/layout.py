@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Layout:
     def _region_shape(self) -> tuple[int, ...]:
         return self.parameter_shape if self.box is None else tuple(stop - start for start, stop in self.box)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The parameter's name, with the slice where only a part of it is covered: ``attn.in_proj_weight[0:8]``."""
         if self.box is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch.autograd.graph import Node
-
-from natgrad.capture.graph import Consumer, Graph, kind, output_shape
+from natgrad.capture.graph import Consumer, Graph, Vertex, kind, output_shape
 
 _MEASURES = ("Pow", "Mul", "Abs", "Sum", "Mean", "Sqrt", "LinalgVectorNorm", "Norm")
 
@@ -24,10 +22,10 @@ def is_penalty(graph: Graph, consumer: Consumer) -> bool:
     return False
 
 
-def _only_numbers_above(graph: Graph, node: Node) -> bool:
+def _only_numbers_above(graph: Graph, node: Vertex) -> bool:
     """Whether all that becomes of a number is other numbers, up to the loss: it never meets an activation."""
     above = [consumer.node for consumer in graph.consumers[node]]
-    seen: set[Node] = set()
+    seen: set[Vertex] = set()
     while above:
         node = above.pop()
         if output_shape(node) != ():

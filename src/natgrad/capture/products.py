@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
 from natgrad.capture.cases import RESHAPES
-from natgrad.capture.graph import Consumer, Graph, has_unpack_hook, kind, output_shape, saved, saved_integer
-from natgrad.capture.layout import Layout
-from natgrad.capture.use import Found, Use
+from natgrad.capture.graph import Consumer, Graph, Vertex, has_unpack_hook, kind, output_shape, saved, saved_integer
+from natgrad.capture.layout import Layout, Shape
+from natgrad.capture.use import Found, LookUp, Use
 from natgrad.statistics.operations import Convolution, Embedding, Product
 
 _RECURRENT = "inside a fused recurrent kernel, which hides its products"
@@ -24,7 +23,7 @@ SPARSE = "an embedding with sparse gradients"
 
 
 def recognise(
-    graph: Graph, name: str, parameter: Tensor, consumer: Consumer, view: Tensor | None, cases: int | None
+    graph: Graph, name: str, parameter: Shape, consumer: Consumer, view: Tensor | None, cases: int | None
 ) -> Use | str:
     """A use without its bias, or why there is none."""
     node_kind = kind(consumer.node)
@@ -73,9 +72,7 @@ def look_up_by_case(graph: Graph, one: Found, cases: int | None) -> Found:
         if above == (cases, *aligned[1:]) and aligned[0] == 1:
             if has_unpack_hook(one.node, "indices"):
                 break  # reading them would recompute a checkpointed region
-            indices: Tensor = saved(one.node, "indices")
-            every = indices.detach().reshape(above[1:-1]).expand(cases, *above[1:-1])
-            return replace(one, node=node, use=replace(one.use, given=(every,)))
+            return replace(one, node=node, given=LookUp(one.node.number, cases, above[1:-1]))
         if above != aligned:
             break
     if cases not in output_shape(one.node)[:-1]:
@@ -96,7 +93,7 @@ OPERANDS = {
 }
 
 
-def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+def _product(name: str, parameter: Shape, consumer: Consumer, view: Tensor) -> Use | None:
     """x W and W x, stacked or with the weight repeated."""
     node = consumer.node
     names = OPERANDS[kind(node)]
@@ -115,18 +112,18 @@ def _product(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> 
     return Use(layout, Product(weight_on_left=on_left, stacked=stacked), (right if on_left else left,))
 
 
-def _matrix_vector(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+def _matrix_vector(name: str, parameter: Shape, consumer: Consumer, view: Tensor) -> Use | None:
     """W x for one vector x: one row."""
     layout = _layout(name, parameter, view, "rc") if consumer.argument == 0 else None
     return None if layout is None else Use(layout, Product(), ("vec",))
 
 
-def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+def _convolution(name: str, parameter: Shape, consumer: Consumer, view: Tensor) -> Use | None:
     """Convolution(input, weight, bias)."""
     node = consumer.node
     if consumer.argument != 1 or not _is_whole(parameter, view):
         return None
-    kernel = tuple(parameter.shape[2:])
+    kernel = parameter[2:]
 
     def each(name: str) -> tuple[int, ...]:
         values = tuple(saved(node, name))
@@ -142,18 +139,18 @@ def _convolution(name: str, parameter: Tensor, consumer: Consumer, view: Tensor)
         groups=int(saved(node, "groups")),
     )
     groups = operation.groups
-    axes = (groups, parameter.shape[0] // groups, parameter.shape[1], *kernel)
+    axes = (groups, parameter[0] // groups, parameter[1], *kernel)
     roles = "scr" if operation.transposed else "src"
-    return Use(layouts.whole(name, parameter.shape, axes, roles + "c" * len(kernel)), operation, ("input",))
+    return Use(layouts.whole(name, parameter, axes, roles + "c" * len(kernel)), operation, ("input",))
 
 
-def _embedding(name: str, parameter: Tensor, consumer: Consumer, view: Tensor) -> Use | None:
+def _embedding(name: str, parameter: Shape, consumer: Consumer, view: Tensor) -> Use | None:
     """Embedding(weight, indices) with dense, unscaled gradients."""
     node = consumer.node
     if not _is_whole(parameter, view) or saved(node, "scale_grad_by_freq"):
         return None
-    layout = layouts.whole(name, parameter.shape, parameter.shape, "cr")
-    return Use(layout, Embedding(parameter.shape[0], saved_integer(node, "padding_idx")), ("indices",))
+    layout = layouts.whole(name, parameter, parameter, "cr")
+    return Use(layout, Embedding(parameter[0], saved_integer(node, "padding_idx")), ("indices",))
 
 
 _RECOGNISERS = {
@@ -167,14 +164,14 @@ _RECOGNISERS = {
 }
 
 
-def _layout(name: str, parameter: Tensor, view: Tensor, roles: str) -> Layout | None:
-    return layouts.from_view(name, parameter.shape, view.shape, view.stride(), int(view.storage_offset()), roles)
+def _layout(name: str, parameter: Shape, view: Tensor, roles: str) -> Layout | None:
+    return layouts.from_view(name, parameter, view.shape, view.stride(), int(view.storage_offset()), roles)
 
 
-def _is_whole(parameter: Tensor, view: Tensor) -> bool:
-    return view.shape == parameter.shape and view.is_contiguous()
+def _is_whole(parameter: Shape, view: Tensor) -> bool:
+    return view.shape == parameter and view.is_contiguous()
 
 
-def plain_scale(node: Node) -> bool:
+def plain_scale(node: Vertex) -> bool:
     """Whether an addmm neither scales its product nor what it adds."""
     return bool(saved(node, "alpha") == 1 and saved(node, "beta") == 1)

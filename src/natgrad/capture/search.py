@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-from torch.autograd.graph import Node
-
 from natgrad.capture.approximation import doubly_factored, with_forms
 from natgrad.capture.biases import Bias, as_bias, biased_product, with_biases
 from natgrad.capture.cases import Batch
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import Form
-from natgrad.capture.graph import Graph
+from natgrad.capture.graph import Graph, Vertex
+from natgrad.capture.layout import Shape
 from natgrad.capture.penalty import is_penalty
 from natgrad.capture.products import SPARSE, look_up_by_case, recognise
-from natgrad.capture.shares import with_shares
-from natgrad.capture.use import Findings, Found, Use
+from natgrad.capture.shares import with_derivatives
+from natgrad.capture.use import Found, Sightings, Use
 from natgrad.capture.vectors import find_spread, find_vector
 from natgrad.statistics.operations import Embedding
 from natgrad.statistics.vectors import Vector
@@ -29,22 +27,22 @@ from natgrad.statistics.vectors import Vector
 
 def find_uses(
     graph: Graph,
-    parameters: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
     *,
     choices: Choices,
     batch: Batch,
     known: Mapping[str, Form],
-) -> Findings:
-    """Every recognised use of `parameters` in a graph; a parameter with a use that is not recognised has none.
+) -> Sightings:
+    """Every recognised use, in a graph, of parameters of these shapes; one with a use that is not recognised has none.
 
     `batch` is what is known of the cases; `known` holds the forms of blocks that exist.
     """
     raw = _Raw()
-    for name, parameter in parameters.items():
-        leaf = graph.leaves.get(id(parameter))
+    for name, shape in shapes.items():
+        leaf = graph.leaves.get(name)
         if leaf is not None:
             axis = known[name].case_axis if name in known else None
-            _sort_uses(raw, graph, name, parameter, leaf, batch.for_axis(choices.axis_of(name), axis))
+            _sort_uses(raw, graph, name, shape, leaf, batch.for_axis(choices.axis_of(name), axis))
     _drop_products_of_parameters(raw)
     _drop_overlapping(raw.weights, raw.findings)
     both = raw.weights.keys() & (raw.vectors.keys() | raw.biases.keys())
@@ -52,13 +50,13 @@ def find_uses(
     raw.forget([*raw.findings.unrecognised, *raw.findings.left])
     weights = {name: doubly_factored(name, uses, choices, known) for name, uses in raw.weights.items()}
     axes = {name: form.case_axis for name, form in known.items()}
-    found = with_biases(weights, raw.biases, raw.vectors, graph, parameters, batch, choices, axes)
+    found = with_biases(weights, raw.biases, raw.vectors, graph, batch, choices, axes)
     found = with_forms(graph, found, choices, batch, known)
     if choices.vectors == "optimizer":
         left = {one.use.weight.name for one in found if isinstance(one.use.operation, Vector)}
         raw.findings.left |= dict.fromkeys(sorted(left), "vectors='optimizer'")
         found = [one for one in found if one.use.weight.name not in left]
-    raw.findings.found = with_shares(graph, found)
+    raw.findings.found = with_derivatives(graph, found)
     return raw.findings
 
 
@@ -69,7 +67,7 @@ class _Raw:
     weights: dict[str, list[Found]] = field(default_factory=dict)
     biases: dict[str, list[Bias]] = field(default_factory=dict)
     vectors: dict[str, list[Found]] = field(default_factory=dict)
-    findings: Findings = field(default_factory=Findings)
+    findings: Sightings = field(default_factory=Sightings)
 
     def forget(self, names: list[str]) -> None:
         for name in names:
@@ -78,10 +76,10 @@ class _Raw:
             self.vectors.pop(name, None)
 
 
-def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node, batch: Batch) -> None:
+def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Shape, leaf: Vertex, batch: Batch) -> None:
     """Looks at each use of one parameter: a weight's, a bias of a product, a vector's, or nothing known."""
-    spreads: dict[Node, Found] = {}
-    for consumer, view, spread in graph.uses_of(parameter):
+    spreads: dict[Vertex, Found] = {}
+    for consumer, view, spread in graph.uses_of(leaf, parameter):
         if is_penalty(graph, consumer):
             continue
         bias = as_bias(name, parameter, consumer, view)
@@ -110,7 +108,7 @@ def _sort_uses(raw: _Raw, graph: Graph, name: str, parameter: Tensor, leaf: Node
 
 def _drop_products_of_parameters(raw: _Raw) -> None:
     """Two weights at one node (U V, W W): their rows are not cases, whichever operand they are."""
-    holders: dict[Node, list[str]] = {}
+    holders: dict[Vertex, list[str]] = {}
     for name, uses in raw.weights.items():
         for one in (one for one in uses if not isinstance(one.use.operation, Embedding)):
             holders.setdefault(one.node, []).append(name)
@@ -119,7 +117,7 @@ def _drop_products_of_parameters(raw: _Raw) -> None:
             raw.findings.unrecognised |= dict.fromkeys(names, "multiplied with another parameter")
 
 
-def _drop_overlapping(weights: dict[str, list[Found]], findings: Findings) -> None:
+def _drop_overlapping(weights: dict[str, list[Found]], findings: Sightings) -> None:
     """A parameter used whole in one place and in slices in another has no block of its own; say so."""
     for name, uses in weights.items():
         seen = [one.use.weight for one in uses]

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture.cases import RESHAPES
-from natgrad.capture.graph import Graph, has_unpack_hook, kind, output_shape, saved
+from natgrad.capture.graph import Graph, Vertex, has_unpack_hook, kind, output_shape, saved, saved_tensor
 from natgrad.capture.use import Found
 from natgrad.statistics.operations import Convolution, Product
 from natgrad.statistics.vectors import Vector
 
 
-def with_shares(graph: Graph, found: list[Found]) -> list[Found]:
-    """Numbers activations by where they lie in memory, and derivatives by the sum that they come from."""
-    inputs: dict[object, int] = {}
-    outputs: dict[object, int] = {}
+def with_derivatives(graph: Graph, found: list[Found]) -> list[Found]:
+    """Numbers derivatives by the sum that they come from, and says whose activation is packed away."""
+    numbers: dict[object, int] = {}
     result = []
     for one in found:
-        packed = not one.use.given and any(has_unpack_hook(one.node, name) for name in one.use.saved)
-        alone = packed or one.use.given or len(one.use.column_sizes()) != 1
-        activation = None if alone else _activation_identity(one)
-        derivative = _derivative_identity(graph, one)
-        numbers = [
-            None if identity is None else known.setdefault(identity, len(known))
-            for identity, known in ((activation, inputs), (derivative, outputs))
-        ]
-        use = replace(one.use, packed=packed, share_input=numbers[0], share_output=numbers[1])
-        result.append(replace(one, use=use))
+        packed = one.given is None and any(has_unpack_hook(one.node, name) for name in one.use.saved)
+        identity = _derivative_identity(graph, one)
+        number = None if identity is None else numbers.setdefault(identity, len(numbers))
+        result.append(replace(one, use=replace(one.use, packed=packed, share_output=number)))
     return result
-
-
-def _activation_identity(one: Found) -> object:
-    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so the address of a
-    storage names it.
-    """
-    tensor: Tensor = saved(one.node, one.use.saved[0])
-    place = (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
-    return (place, one.use.operation, one.use.weight.shape[2], one.use.bias is not None, one.use.adds_bias)
 
 
 def _derivative_identity(graph: Graph, one: Found) -> object:
@@ -66,7 +44,7 @@ def _derivative_identity(graph: Graph, one: Found) -> object:
     return (one.node, outputs, "rows") if operation.feature_map is not None else None
 
 
-def _sum_above(graph: Graph, node: Node, passes: Callable[[Node], bool]) -> Node | None:
+def _sum_above(graph: Graph, node: Vertex, passes: Callable[[Vertex], bool]) -> Vertex | None:
     """The topmost sum that a node's output goes into unchanged, but for nodes that `passes` lets through."""
     added = False
     while (consumer := graph.only_consumer(node)) is not None:
@@ -79,3 +57,54 @@ def _sum_above(graph: Graph, node: Node, passes: Callable[[Node], bool]) -> Node
             break
         node = above
     return node if added else None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a use reads its activation: what the node with this `number` saved under a name. Only those of one `way` can
+    have one factor; None where no other reads like this one.
+    """
+
+    number: int
+    name: str
+    way: int | None
+
+
+def readings(found: Sequence[Found]) -> list[Reading | None]:
+    """For each use; None where its input factor is its own in any case."""
+    ways = [_way(one) for one in found]
+    alike = Counter(ways)
+    numbers: dict[object, int] = {}
+    return [
+        None
+        if way is None
+        else Reading(
+            one.node.number, one.use.saved[0], numbers.setdefault(way, len(numbers)) if alike[way] > 1 else None
+        )
+        for one, way in zip(found, ways, strict=True)
+    ]
+
+
+def _way(one: Found) -> object:
+    use = one.use
+    if use.packed or one.given is not None or len(use.column_sizes()) != 1:
+        return None
+    return (use.operation, use.weight.shape[2], use.bias is not None, use.adds_bias)
+
+
+def activation_numbers(nodes: Sequence[Node], readings: Sequence[Reading | None]) -> list[int | None]:
+    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so the address of a
+    storage names it.
+    """
+    numbers: dict[object, int] = {}
+    return [
+        None if one is None else numbers.setdefault(_activation_identity(nodes, one), len(numbers)) for one in readings
+    ]
+
+
+def _activation_identity(nodes: Sequence[Node], one: Reading) -> object:
+    if one.way is None:
+        return one
+    tensor = saved_tensor(nodes[one.number], one.name)
+    storage = tensor.untyped_storage()._cdata
+    return one.way, storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

@@ -40,7 +40,7 @@ class Unfused:
 
     def arm(self) -> None:
         """Runs recurrent modules unfused from now on."""
-        for module in self._model.modules():
+        for module in _modules(self._model):
             if isinstance(module, nn.RNNBase):
                 self._handles.append(module.register_forward_pre_hook(_Hook(self._enter)))
                 self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
@@ -60,6 +60,17 @@ class Unfused:
     def _leave(self) -> None:
         if self._entered:
             self._entered.pop().close()
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """``model.modules()``, without the names that it makes on the way."""
+    found, seen = [model], {model}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 @contextmanager

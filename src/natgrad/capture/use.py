@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from natgrad.capture.form import Form
-from natgrad.capture.layout import Layout
+from natgrad.capture.form import USES, Form
+from natgrad.capture.graph import Vertex
+from natgrad.capture.layout import Layout, Shape
 from natgrad.statistics.operations import Operation, Product
 from natgrad.statistics.vectors import Vector
 
@@ -17,12 +21,12 @@ _VECTOR = Form(())
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a weight or vector in one forward pass. Holds no node, so that it keeps no graph alive.
+    """One use of a weight or vector in one forward pass. Holds no node and no tensor, so that it keeps nothing alive.
 
     `saved` names what autograd keeps of the activation. `bias` belongs to the weight's block; `adds_bias` says
     whether this use adds it. `share_input` and `share_output` number the activations and derivatives of the pass:
     uses with equal numbers have equal factors in this pass. `packed` says that reading the activation recomputes or
-    copies it; `given` holds it where another node than the use's own saved it.
+    copies it.
     """
 
     weight: Layout
@@ -34,7 +38,6 @@ class Use:
     packed: bool = False
     share_input: int | None = None
     share_output: int | None = None
-    given: tuple[Tensor, ...] = field(default=(), compare=False)
 
     def column_sizes(self) -> tuple[int, ...]:
         """How the inputs are factored: not at all, as one, or as channels and places."""
@@ -45,22 +48,92 @@ class Use:
         return (self.weight.shape[2],)
 
 
+class Uses:
+    """The uses of one pass, numbered, and what follows from them alone. Passes that are alike have the same object, and
+    what is known of it holds for all of them.
+    """
+
+    def __init__(self, uses: Iterable[Use]) -> None:
+        self._all = tuple(uses)
+
+    def __iter__(self) -> Iterator[Use]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, number: int) -> Use:
+        return self._all[number]
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names of all parameters that are used."""
+        return frozenset(layout.name for use in self for layout in (use.weight, use.bias) if layout is not None)
+
+    @cached_property
+    def first_of_several(self) -> dict[int, int]:
+        """The uses of vectors that have several in this pass, each with the number of the first; of those whose cases
+        are told apart, so that their rows are the same.
+        """
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for number, use in enumerate(self):
+            operation = use.operation
+            if isinstance(operation, Vector) and operation.case_axis is not None and use.form.source == USES:
+                groups.setdefault(use.weight.label, []).append((number, operation.shape[operation.case_axis]))
+        alike = [numbers for numbers in groups.values() if len({cases for _, cases in numbers}) == 1]
+        return {number: group[0][0] for group in alike if len(group) > 1 for number, _ in group}
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """The look-up, by its node's number, whose indices are the activation of a use by another node, for each of so many
+    `cases`.
+    """
+
+    number: int
+    cases: int
+    shape: Shape
+
+
 @dataclass(frozen=True)
 class Found:
-    """A use, the node that makes it, and the leaf through which the weight's gradient leaves the graph."""
+    """A use, the vertex that makes it, and the leaf through which the weight's gradient leaves the graph."""
+
+    node: Vertex
+    leaf: Vertex
+    use: Use
+    given: LookUp | None = None
+
+
+@dataclass
+class Sightings:
+    """What the structure of a graph says of the model's parameters; `unrecognised` and `left` as in `Findings`."""
+
+    found: list[Found] = field(default_factory=list)
+    unrecognised: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class Occurrence(NamedTuple):
+    """A use in one graph: the node that makes it, the leaf through which the weight's gradient leaves the graph, and
+    the activation, where the node has not saved it itself.
+    """
 
     node: Node
     leaf: Node
     use: Use
+    given: tuple[Tensor, ...] = ()
 
 
 @dataclass
 class Findings:
-    """What one graph says of the model's parameters. `left` names those that are left alone whatever their gradients
-    say; `remaining` is how many of the others are taken care of without a recognised use.
+    """What one graph says of the model's parameters. `uses` are those of `found`. `left` names parameters that are left
+    alone whatever their gradients say; `remaining` is how many of the others are taken care of without a recognised
+    use.
     """
 
-    found: list[Found] = field(default_factory=list)
+    found: list[Occurrence]
+    uses: Uses
+    unrecognised: dict[str, str]
+    left: dict[str, str]
     remaining: int = 0
-    unrecognised: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)

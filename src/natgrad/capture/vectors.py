@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from natgrad.capture import layout as layouts
 from natgrad.capture.cases import Batch
 from natgrad.capture.form import Form
-from natgrad.capture.graph import Consumer, Graph, Spread, kind, output_shape, saved
-from natgrad.capture.layout import Layout
+from natgrad.capture.graph import Consumer, Graph, Spread, Vertex, kind, output_shape, saved
+from natgrad.capture.layout import Layout, Shape
 from natgrad.capture.use import Found, Use
 from natgrad.statistics import vectors
 from natgrad.statistics.vectors import Multiplier, Vector
@@ -23,8 +22,8 @@ _ROW_NORMS = ("NativeLayerNorm", "FusedRmsNorm")
 def find_vector(
     graph: Graph,
     name: str,
-    parameter: Tensor,
-    leaf: Node,
+    parameter: Shape,
+    leaf: Vertex,
     consumer: Consumer,
     view: Tensor | None,
     batch: Batch,
@@ -52,11 +51,11 @@ def rows_as_cases(axis: int | str) -> Form:
     return Form((), note="" if isinstance(axis, int) else f"rows count as cases: {axis}")
 
 
-def _channel_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:
+def _channel_norm(name: str, parameter: Shape, consumer: Consumer, batch: Batch) -> Use | None:
     """Batch and group norm: channels on axis 1, cases on axis 0."""
     node = consumer.node
     shape = output_shape(node)
-    if consumer.argument not in (1, 2) or parameter.shape != shape[1:2]:
+    if consumer.argument not in (1, 2) or parameter != shape[1:2]:
         return None
     layout, form = _whole(name, parameter), rows_as_cases(batch.for_axis(None).axis(shape[:1]))
     if consumer.argument == 2:
@@ -71,12 +70,12 @@ def _channel_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch
     return Use(layout, Vector("norm gain", shape, (1,), 0, norm), names, form)
 
 
-def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) -> Use | None:
+def _row_norm(name: str, parameter: Shape, consumer: Consumer, batch: Batch) -> Use | None:
     """Layer and RMS norm: over the last axes. Where cases cannot be told apart, every row counts as one."""
     node = consumer.node
-    shape, axes = output_shape(node), parameter.dim()
+    shape, axes = output_shape(node), len(parameter)
     leading = shape[: len(shape) - axes]
-    if consumer.argument not in (1, 2) or tuple(parameter.shape) != shape[len(leading) :] or not leading:
+    if consumer.argument not in (1, 2) or parameter != shape[len(leading) :] or not leading:
         return None
     axis = batch.axis(leading)
     kept = tuple(range(len(leading), len(shape)))
@@ -92,21 +91,21 @@ def _row_norm(name: str, parameter: Tensor, consumer: Consumer, batch: Batch) ->
     return Use(layout, gain, ("input", "result1", "result2"), form)
 
 
-def _repeated(graph: Graph, name: str, parameter: Tensor, node: Node, cases: int | None) -> Use | None:
+def _repeated(graph: Graph, name: str, parameter: Shape, node: Vertex, cases: int | None) -> Use | None:
     """Instance norm repeats its vectors for every case and calls batch norm: the copies' gradients are the cases'."""
     repeats, following = tuple(saved(node, "repeats")), graph.only_consumer(node)
-    if parameter.dim() != 1 or cases is None or repeats != (cases,):
+    if len(parameter) != 1 or cases is None or repeats != (cases,):
         return None
     if following is None or kind(following.node) not in _BATCH_NORMS:
         return None
-    shape = (cases, parameter.shape[0])
+    shape = (cases, parameter[0])
     return Use(_whole(name, parameter), Vector("vector", shape, (1,), 0), ())
 
 
 def _broadcast(
     graph: Graph,
     name: str,
-    parameter: Tensor,
+    parameter: Shape,
     consumer: Consumer,
     view: Tensor,
     batch: Batch,
@@ -134,7 +133,7 @@ def _broadcast(
 
 
 def find_spread(
-    name: str, parameter: Tensor, leaf: Node, spread: Spread, consumer: Consumer, batch: Batch
+    name: str, parameter: Shape, leaf: Vertex, spread: Spread, consumer: Consumer, batch: Batch
 ) -> Found | None:
     """A parameter expanded over the cases (a class token): its copies' gradients are the cases', whatever follows."""
     shape = output_shape(spread.node)
@@ -151,7 +150,7 @@ def find_spread(
 
 def _over(
     name: str,
-    parameter: Tensor,
+    parameter: Shape,
     view: Tensor,
     shape: tuple[int, ...],
     word: str,
@@ -180,14 +179,14 @@ def _over(
     if part is None:
         return None
     # The block is the whole parameter's, of which this use may see a part (positions up to a batch's length).
-    place = None if part.box is None else vectors.Place(tuple(parameter.shape), part.box)
+    place = None if part.box is None else vectors.Place(parameter, part.box)
     return Vector(word, shape, tuple(own), free[axis], multiplier, place, sign)
 
 
-def _layout(name: str, parameter: Tensor, view: Tensor, axes: Sequence[int]) -> Layout | None:
+def _layout(name: str, parameter: Shape, view: Tensor, axes: Sequence[int]) -> Layout | None:
     sizes, strides = [view.shape[axis] for axis in axes], [view.stride(axis) for axis in axes]
-    return layouts.from_view(name, parameter.shape, sizes, strides, int(view.storage_offset()), "r" * len(sizes))
+    return layouts.from_view(name, parameter, sizes, strides, int(view.storage_offset()), "r" * len(sizes))
 
 
-def _whole(name: str, parameter: Tensor) -> Layout:
-    return layouts.whole(name, parameter.shape, parameter.shape, "r" * parameter.dim())
+def _whole(name: str, parameter: Shape) -> Layout:
+    return layouts.whole(name, parameter, parameter, "r" * len(parameter))

@@ -1,0 +1,101 @@
+"""Learning rates and gradients are those of the optimizer's groups as they are now, however these change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from natgrad.link import Link
+from natgrad.options import Hyperparameter
+
+
+class Loop:
+    def nothing(self) -> None:
+        return
+
+
+LOOP = Loop()
+
+
+def linked(*rates: float) -> tuple[Link, nn.Sequential, torch.optim.Optimizer]:
+    """One layer a group."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in rates))
+    groups: list[dict[str, Any]] = [
+        {"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(model, rates, strict=True)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    link = Link(dict(model.named_parameters()), None, None)
+    link.attach(optimizer, LOOP.nothing, LOOP.nothing)
+    return link, model, optimizer
+
+
+def rates(link: Link, *names: str) -> list[Any]:
+    link.read()
+    return list(map(link.rates(0), names))
+
+
+def test_schedulers_change_rates() -> None:
+    link, _, optimizer = linked(0.1, 0.2)
+    assert rates(link, "0.weight", "1.bias") == [0.1, 0.2]
+    optimizer.param_groups[1]["lr"] = 0.3
+    assert rates(link, "0.weight", "1.bias") == [0.1, 0.3]
+
+
+def test_loading_a_state_replaces_groups() -> None:
+    link, _, optimizer = linked(0.1, 0.2)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert rates(link, "0.weight", "1.weight") == [0.5, 0.2]
+
+
+def test_parameters_come_go_and_change_groups() -> None:
+    link, model, optimizer = linked(0.1, 0.2)
+    moved = optimizer.param_groups[0]["params"].pop()
+    assert rates(link, "0.weight", "0.bias") == [0.1, 0.0]
+    assert not link.holds(moved)
+    optimizer.param_groups[1]["params"].append(moved)
+    assert rates(link, "0.bias") == [0.2]
+    # In place, with as many as before.
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+    assert rates(link, "0.weight", "1.weight") == [0.2, 0.1]
+    extra = nn.Linear(2, 2)
+    model.append(extra)
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.7})
+    assert rates(link, "0.weight") == [0.2]
+    assert link.holds(extra.weight)
+
+
+def test_only_what_the_optimizer_holds_has_a_gradient() -> None:
+    link, model, optimizer = linked(0.1, 0.2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    del optimizer.param_groups[1]
+    link.read()
+    assert [name for name, gradient in link.gradients().items() if gradient is None] == ["1.weight", "1.bias"]
+    link.detach()
+    assert all(gradient is not None for gradient in link.gradients().values())
+
+
+def test_rates_of_another_rank_are_not_taken_for_the_optimizers() -> None:
+    link, _, _ = linked(0.1, 0.2)
+    link.read()
+    link.take_over({"0.weight": 0.9})
+    assert list(map(link.rates(0), ("0.weight", "1.weight"))) == [0.9, 0.0]
+    assert rates(link, "0.weight", "1.weight") == [0.1, 0.2]
+
+
+def test_a_rate_of_its_own_is_read_once_a_step() -> None:
+    asked: list[int] = []
+
+    def schedule(step: int) -> float:
+        asked.append(step)
+        return 0.5
+
+    link = Link(dict(nn.Linear(2, 2).named_parameters()), None, Hyperparameter("lr", schedule, above=0))
+    rate = link.rates(7)
+    assert [rate("weight"), rate("bias")] == [0.5, 0.5]
+    assert asked == [7]
