@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
+from natgrad.statistics.waiting import Waiting, of_inputs, of_outputs
 
 _NOTHING = nullcontext()
 
@@ -94,6 +96,7 @@ class Pass:
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
         self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
+        self._small = Waiting()
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
@@ -141,12 +144,16 @@ class Pass:
         return bool(self._remaining.uses)
 
     def finish(self, *, alone: bool) -> None:
-        """Does what the backward has left to do: vectors with several uses, and the model case by case.
+        """Does what the backward has left to do: small statistics that have waited for others, vectors with several
+        uses, and the model case by case.
 
         `alone` says that no other pass had a part in the same backward.
         """
         if self._taps is None:
             return
+        if self._small:
+            with _undisturbed(self._small.device):
+                self._small.flush()
         for number, gradients in self._summed.items():
             with _undisturbed(gradients.device):
                 self._add_rows(self._taps[number], gradients)
@@ -204,13 +211,21 @@ class Pass:
         tap.orientation.add_rows(rows)
         needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
         if any(needed[1:]):
-            moments = _input_factors(tap.use, saved, [factor.diagonal for factor in sides[1:]])
-            for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
-                if need:
-                    factor.add(moment, rows)
+            work = of_inputs(operation, saved, homogeneous=tap.use.adds_bias, diagonal=sides[1].diagonal)
+            if work is not None:
+                self._small.put(work, saved, partial(sides[1].add, rows=rows))
+            else:
+                moments = _input_factors(tap.use, saved, [factor.diagonal for factor in sides[1:]])
+                for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
+                    if need:
+                        factor.add(moment, rows)
         if needed[0]:
-            moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
-            sides[0].add(moment.mul_(self.terms**2), rows)
+            work = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
+            if work is not None:
+                self._small.put(work, (derivative, *saved), partial(sides[0].add, rows=rows))
+            else:
+                moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
+                sides[0].add(moment.mul_(self.terms**2), rows)
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:
         assert isinstance(use.operation, Vector), "only vectors are summed over their uses"

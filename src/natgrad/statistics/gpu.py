@@ -10,6 +10,7 @@ Programs that share a tile write sums of their own, which are added up afterward
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -58,8 +59,7 @@ def moment_of_places(
     weight's order. A 1 × 1 kernel's patches are the pixels.
     """
     channels, elements = x.shape[1] // groups, kernel[0] * kernel[1]
-    sizes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
-    height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+    height, width = _places(x, kernel, stride, padding, dilation)
     pixels = elements == 1 and not any(padding) and stride == (1, 1)
     along_channels = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     if pixels and x.is_contiguous() and height * width > _SHORT:
@@ -95,6 +95,43 @@ def moment_of_places(
         places=(height, width),
     )
     return _in_order(total, elements) if along_channels else total
+
+
+def moments_of_stack(
+    tensors: Sequence[Tensor],
+    *,
+    kernel: Pair = (1, 1),
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+) -> Tensor:
+    """`moment_of_places` of K tensors of one shape and format: (K, n, n)."""
+    first, count = tensors[0], len(tensors)
+    along_channels = not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
+    if along_channels:
+        stacked = torch.stack([x.permute(0, 2, 3, 1) for x in tensors]).flatten(0, 1).permute(0, 3, 1, 2)
+    else:
+        stacked = torch.stack([x.contiguous() for x in tensors]).flatten(0, 1)
+        if first.shape[1] > 8:
+            stacked, along_channels = channels_last(stacked), True
+    moments = _moment(
+        stacked.narrow(0, 0, first.shape[0]),
+        along_channels=along_channels,
+        stack=count,
+        apart=first.shape[0] * stacked.stride(0),
+        kernel=kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        places=_places(first, kernel, stride, padding, dilation),
+    )
+    return _in_order(moments, kernel[0] * kernel[1]) if along_channels else moments
+
+
+def _places(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Pair:
+    sizes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+    return height, width
 
 
 def _in_order(moments: Tensor, elements: int) -> Tensor:
@@ -273,8 +310,8 @@ def _splits(tiles: int, iterations: int, elements: int, device: torch.device) ->
 
 
 def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
-    """Each case's gradient of a batch norm's gain, (Σ g x − mean Σ g) · reciprocal over places: (N, C, H, W), twice,
-    and (C,), twice → (N, C).
+    """Each case's gradient of a batch norm's gain, Σ g (x − mean) · reciprocal over places: (N, C, H, W), twice, and
+    (C,), twice → (N, C). A stack of K layers has their cases one after the other, (K · N, ...), and (K, C).
     """
     along_channels = not derivative.is_contiguous() and derivative.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if along_channels else torch.contiguous_format
@@ -296,6 +333,7 @@ def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tens
         reciprocal,
         out,
         cases,
+        cases // (mean.shape[0] if mean.dim() == 2 else 1),
         places,
         channels,
         CHANNELS_LAST=along_channels,

@@ -273,6 +273,7 @@ def gain_kernel(
     reciprocal,
     out,
     cases,
+    cases_of_each,
     places,
     channels,
     CHANNELS_LAST: tl.constexpr,
@@ -280,7 +281,7 @@ def gain_kernel(
     BLOCK_PLACES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Some channels of a case, or, where memory runs along places, some (case, channel)."""
+    """Some channels of a case, or, where memory runs along places, some (case, channel); of a stack of layers."""
     if ALIGNED > 1:
         places = tl.multiple_of(places, ALIGNED)
     if CHANNELS_LAST:
@@ -291,10 +292,11 @@ def gain_kernel(
         to = case * channels + channel
     else:
         to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        channel = to % channels
+        case, channel = to // channels, to % channels
         inside = to < cases * channels
         start = to.to(tl.int64) * places
-    middle = tl.load(mean + channel, mask=inside, other=0.0)
+    layer = case // cases_of_each * channels
+    middle = tl.load(mean + layer + channel, mask=inside, other=0.0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, places, BLOCK_PLACES):
         place = first + tl.arange(0, BLOCK_PLACES)
@@ -303,4 +305,4 @@ def gain_kernel(
         derivative = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         activation = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(derivative * (activation - middle[:, None]), 1)
-    tl.store(out + to, total * tl.load(reciprocal + channel, mask=inside, other=0.0), mask=inside)
+    tl.store(out + to, total * tl.load(reciprocal + layer + channel, mask=inside, other=0.0), mask=inside)

@@ -191,7 +191,7 @@ class Convolution:
         """See `Operation`."""
         if self.reduced:
             return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
-        if not diagonal[0] and self._fits_gpu(saved[0]):
+        if not diagonal[0] and self.fits_gpu(saved[0]):
             return [self._gpu_factor(saved[0], homogeneous=homogeneous)]
         if saved[0].device.type == "cpu" and not diagonal[0] and self._correlates(saved[0]):
             return [self._correlated(saved[0], homogeneous=homogeneous)]
@@ -202,7 +202,8 @@ class Convolution:
         assert total is not None, "split yields at least one chunk"
         return [total]
 
-    def _fits_gpu(self, x: Tensor) -> bool:
+    def fits_gpu(self, x: Tensor) -> bool:
+        """Whether its inputs are for `natgrad.statistics.gpu`."""
         # Patches of an image's three colours are small, and its memory is read in pieces that are smaller still.
         few = x.dim() == 4 and x.shape[1] < 8 and math.prod(self.kernel) > 1
         return not self.transposed and not few and gpu.takes(x)
