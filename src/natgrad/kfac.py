@@ -122,7 +122,8 @@ class KFAC:
         exclude: name patterns (``"head.*"``) of parameters to leave to the optimizer.
         max_factor_size: sides larger than this get a diagonal factor.
         max_vector_size: vectors longer than this get a diagonal block.
-        stats_fraction: the part of each batch that a sampled or exact Fisher is taken from, in a pass of its own.
+        stats_fraction: the part of each batch that statistics are taken from; by a sampled or exact Fisher in a pass of
+            its own.
         unfuse_recurrent: run `nn.LSTM`, `nn.GRU` and `nn.RNN` without fused kernels on steps that take statistics.
         cuda_graph: on a GPU, replay the arithmetic of ordinary steps as a CUDA graph: the same bits, one launch.
         compile_preconditioning: compile the arithmetic of every step with `torch.compile`: some seconds once, less work
@@ -223,11 +224,6 @@ class KFAC:
         whole_number("max_vector_size", max_vector_size)
         flag("unfuse_recurrent", unfuse_recurrent)
         fraction("stats_fraction", stats_fraction)
-        if stats_fraction < 1 and fisher == "empirical":
-            raise ValueError(
-                "stats_fraction needs fisher='sampled' or 'exact', which run a pass of their own; the empirical Fisher "
-                "listens to yours"
-            )
         if stats_fraction < 1 and isinstance(batch_axis, int) and batch_axis != 0:
             raise ValueError("stats_fraction takes a part of the first axis: it does not work with another batch_axis")
 
@@ -300,6 +296,7 @@ class KFAC:
             accumulated=divisor,
             scale=scale,
             takes=_everything if self._together is None else self._together.spread.takes,
+            fraction=stats_fraction if fisher == "empirical" else 1.0,
             warn=self._warner.once,
         )
         self._observer = Observer(
@@ -309,7 +306,7 @@ class KFAC:
             runner,
             self._link,
             exclude=patterns("exclude", exclude, self._parameters),
-            fraction=stats_fraction,
+            fraction=1.0 if fisher == "empirical" else stats_fraction,
             terms=terms,
             warner=self._warner,
         )

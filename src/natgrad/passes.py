@@ -57,7 +57,8 @@ class Owner(Protocol):
 
 
 class Pass:
-    """The statistics of one forward pass. `terms` is N: the loss is a mean over so many terms, so g = N ĝ.
+    """The statistics of one forward pass, or of a `fraction` of its batch. `terms` is N: the loss is a mean over so
+    many terms, so g = N ĝ.
 
     `kind` is a word of its owner's. It lives in hooks on its graph and dies with it, unless a backward makes it
     count. `uses` are numbered; nothing here holds a node.
@@ -75,8 +76,10 @@ class Pass:
         left: dict[str, str],
         remaining: Remaining,
         diagonals: Callable[[Use], tuple[bool, ...]],
+        fraction: float,
     ) -> None:
         self.uses = uses
+        self._fraction = fraction
         self._given = {number: one.given for number, one in enumerate(found) if one.given}
         self._first_rest = len(found)
         self._remaining = remaining
@@ -208,21 +211,26 @@ class Pass:
         """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
         operation, sides = tap.use.operation, tap.orientation.sides
         rows = operation.rows(saved, derivative)
-        tap.orientation.add_rows(rows)
+        tap.orientation.add_rows(rows)  # all of them: the block's scale is that of the whole batch
+        if self._fraction < 1:
+            operation, derivative, saved = operation.part(derivative, saved, self._fraction)
+            rows = operation.rows(saved, derivative)
         needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
         if any(needed[1:]):
-            work = of_inputs(operation, saved, homogeneous=tap.use.adds_bias, diagonal=sides[1].diagonal)
-            if work is not None:
-                self._small.put(work, saved, partial(sides[1].add, rows=rows))
+            homogeneous = tap.use.adds_bias
+            wanted = of_inputs(operation, saved, homogeneous=homogeneous, diagonal=sides[1].diagonal)
+            if wanted is not None:
+                self._small.put(*wanted, partial(sides[1].add, rows=rows))
             else:
-                moments = _input_factors(tap.use, saved, [factor.diagonal for factor in sides[1:]])
+                diagonal = [factor.diagonal for factor in sides[1:]]
+                moments = operation.input_factors(saved, homogeneous=homogeneous, diagonal=diagonal)
                 for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
                     if need:
                         factor.add(moment, rows)
         if needed[0]:
-            work = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
-            if work is not None:
-                self._small.put(work, (derivative, *saved), partial(sides[0].add, rows=rows))
+            wanted = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
+            if wanted is not None:
+                self._small.put(*wanted, partial(sides[0].add, rows=rows))
             else:
                 moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
                 sides[0].add(moment.mul_(self.terms**2), rows)

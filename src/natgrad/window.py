@@ -71,8 +71,10 @@ class Window:
         accumulated: Hyperparameter | str | None,
         scale: LossScale,
         takes: Callable[[Factor], bool],
+        fraction: float,
         warn: Callable[[str, str], None],
     ) -> None:
+        self._fraction = fraction  # of each batch that an empirical Fisher is taken from
         self.registry = registry
         self.scale = scale
         self.clock: Clock = NoClock()
@@ -155,6 +157,7 @@ class Window:
             left=findings.left,
             remaining=remaining,
             diagonals=self.registry.diagonals,
+            fraction=self._fraction,
         )
         for node in {one.node for one in found}:
             marks(node).append(current.token)

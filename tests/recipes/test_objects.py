@@ -357,7 +357,6 @@ def test_patterns_reach_kfac() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["kfac.stats_fraction=0.5"], "kfac: stats_fraction needs fisher='sampled' or 'exact'"),
         (["kfac.solver=inverse", "kfac.damping_rule=joint"], "kfac: damping_rule='joint' needs solver='eigen'"),
         (["kfac.region_of=step"], "kfac.region_of needs kfac.kl_clip, the bound"),
         (["kfac.region_of=step", "kfac.kl_clip=none"], "kfac.region_of needs kfac.kl_clip, the bound"),

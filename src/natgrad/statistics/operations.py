@@ -53,6 +53,13 @@ class Operation(Protocol):
     def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """Sum over rows of g gᵀ."""
 
+    def part(
+        self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
+    ) -> tuple[Operation, Tensor, Sequence[Tensor]]:
+        """The same use of a part of the batch, without copying it; the whole, where a part would save little or cannot
+        be told from the rest.
+        """
+
 
 @dataclass(frozen=True)
 class Product:
@@ -106,6 +113,16 @@ class Product:
     def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """See `Operation`."""
         return second_moment(self._cases(self._rows(derivative)), diagonal=diagonal)
+
+    def part(
+        self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
+    ) -> tuple[Operation, Tensor, Sequence[Tensor]]:
+        """See `Operation`. Every so many rows: whether cases or places come first, both are among them."""
+        if self.weight_on_left or self.stacked or self.case_axis is not None or self.feature_map is not None:
+            return self, derivative, saved
+        every = max(1, round(1 / fraction))
+        rows, *rest = (tensor.reshape(-1, tensor.shape[-1])[::every] for tensor in (derivative, saved[0]))
+        return self, rows, rest
 
 
 @dataclass(frozen=True)
@@ -316,6 +333,13 @@ class Convolution:
             rows = grouped.permute(1, 0, 3, 2).reshape(self.groups, -1, channels // self.groups)
         return second_moment(rows, diagonal=diagonal)
 
+    def part(
+        self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
+    ) -> tuple[Operation, Tensor, Sequence[Tensor]]:
+        """See `Operation`. The first cases: batches are shuffled."""
+        count = math.ceil(fraction * derivative.shape[0])
+        return self, derivative[:count], [saved[0][:count]]
+
 
 def _moment_by_case(columns: Tensor) -> Tensor:
     """(N, groups, n, places) → the sum over cases and places of g gᵀ, (groups, n, n)."""
@@ -379,3 +403,9 @@ class Embedding:
         if self.padding_index >= 0:
             rows = rows * self._counted(saved[0]).to(rows.dtype)[None, :, None]
         return second_moment(rows, diagonal=diagonal).to(accumulation_dtype(rows.dtype))
+
+    def part(
+        self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
+    ) -> tuple[Operation, Tensor, Sequence[Tensor]]:
+        """See `Operation`."""
+        return self, derivative, saved

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +74,19 @@ class Vector:
     def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """See `Operation`."""
         return second_moment(self.gradients(derivative, saved)[None], diagonal=diagonal)
+
+    def part(
+        self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
+    ) -> tuple[Vector, Tensor, Sequence[Tensor]]:
+        """See `Operation`. The first cases: batches are shuffled."""
+        by_case = [tensor.dim() == len(self.shape) and tensor.shape[0] == self.shape[0] for tensor in saved]
+        known = self.multiplier is None or self.multiplier == ByChannel() or all(by_case)
+        if self.case_axis != 0 or not known:
+            return self, derivative, saved
+        count = math.ceil(fraction * self.shape[0])
+        parts = [tensor[:count] if own else tensor for tensor, own in zip(saved, by_case, strict=True)]
+        operation = replace(self, shape=(count, *self.shape[1:]))
+        return operation, derivative.reshape(self.shape)[:count], parts
 
     def gradients(self, derivative: Tensor, saved: Sequence[Tensor]) -> Tensor:
         """The gradient of each case, (cases, elements)."""

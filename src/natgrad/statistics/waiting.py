@@ -90,32 +90,35 @@ class Vectors:
         return second_moment(rows, diagonal=self.diagonal).mul_(self.scale)
 
 
-def of_inputs(operation: Operation, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: bool) -> Work | None:
-    """The work that a use's inputs are, if it can wait for others like it."""
+Wanted = tuple[Work, Sequence[Tensor]]
+
+
+def of_inputs(operation: Operation, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: bool) -> Wanted | None:
+    """The work that a use's inputs are, and what it needs of them, if it can wait for others like it."""
     if not isinstance(operation, Convolution) or homogeneous or diagonal or not _is_small(saved[0]):
         return None
     if operation.groups > 1 or operation.reduced or not operation.fits_gpu(saved[0]):
         return None
-    return Inputs(operation, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype)
+    return Inputs(operation, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype), saved
 
 
 def of_outputs(
     operation: Operation, derivative: Tensor, saved: Sequence[Tensor], scale: float, *, diagonal: bool
-) -> Work | None:
+) -> Wanted | None:
     """The same for a use's derivatives, whose squares are multiplied with `scale`."""
     if not _is_small(derivative):
         return None
     shape, strides, dtype = tuple(derivative.shape), derivative.stride(), derivative.dtype
     if isinstance(operation, Convolution):
         plain = operation.groups == 1 and not operation.reduced and not diagonal
-        return Outputs(scale, shape, strides, dtype) if plain and gpu.takes(derivative) else None
+        return (Outputs(scale, shape, strides, dtype), (derivative,)) if plain and gpu.takes(derivative) else None
     if not isinstance(operation, Vector) or operation.shape != shape or not gpu.sums(derivative):
         return None
     by_channel = (operation.kept, operation.case_axis, operation.place) == ((1,), 0, None)
     if by_channel and operation.multiplier is None:
-        return Vectors(False, diagonal, scale, shape, strides, dtype)
+        return Vectors(False, diagonal, scale, shape, strides, dtype), (derivative,)
     if by_channel and operation.multiplier == ByChannel() and saved[0].stride() == strides and saved[0].dtype == dtype:
-        return Vectors(True, diagonal, scale, shape, strides, dtype)
+        return Vectors(True, diagonal, scale, shape, strides, dtype), (derivative, *saved)
     return None
 
 
