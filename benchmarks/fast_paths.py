@@ -53,11 +53,9 @@ CURVES = {"train_loss": "training loss", "test_error": "test error"}
 def variant_options(name: str) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
     """Options of KFAC, and what to train in. The one place where the fast paths are switched.
 
-    There is no switch for them yet: as long as both are the same, the variants differ in TF32 alone.
+    Statistics follow torch's switch for TF32, which is off where they are exact: then there are patches, in float32.
     """
-    if name == EXACT:
-        return {}, nullcontext()
-    return {}, nullcontext()
+    return {"cuda_graph": name == FAST}, nullcontext()
 
 
 @contextmanager

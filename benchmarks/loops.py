@@ -31,8 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "background": {"overlap": "background"},
     "staggered": {"overlap": "staggered"},
     COMPILE: {},  # the model is compiled
-    "fast": {"overlap": "background"},
-    "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
+    "fast": {"overlap": "background", "stats_fraction": 0.5},
+    "fast/cpu": {"overlap": None, "stats_fraction": 1.0},  # the cores that would decompose are those that train
 }
 EARLY = 10  # the step of the second decomposition, at the latest
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.

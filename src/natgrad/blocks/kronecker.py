@@ -80,6 +80,7 @@ class Orientation:
         self.sides = list(sides)
         # Rows and loss terms with the factors' own decay: their ratio is s.
         self.counts = torch.zeros(2, dtype=torch.float64, device=self.row.sum.device)
+        self._each = self.counts.unbind()  # they are always written in place
         self.pending_rows: Rows = 0
         self.has_pending = False
 
@@ -138,7 +139,7 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     if not orientations:
         return
     torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
-    counts = [orientation.counts.unbind() for orientation in orientations]
+    counts = [orientation._each for orientation in orientations]
     add_counts([rows for rows, _ in counts], [orientation.pending_rows for orientation in orientations])
     add_counts([losses for _, losses in counts], [terms] * len(counts))
     for orientation in orientations:
