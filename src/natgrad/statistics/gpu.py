@@ -243,7 +243,10 @@ def _moment(
     cases, channels, height, width = x.shape
     elements, count = kernel[0] * kernel[1], places[0] * places[1]
     columns = channels * elements
-    pixels = (elements, stride, padding) == (1, (1, 1), (0, 0)) and places == (height, width)
+    by_case, by_channel, by_y, by_x = x.stride()
+    # The pixels of a strip along a border do not lie at one distance from each other.
+    even = not along_channels or (by_y, by_case) == (width * by_x, height * width * by_x)
+    pixels = even and (elements, stride, padding, places) == (1, (1, 1), (0, 0), (height, width))
     block, block_rows, warps, stages = _tile(columns, along_channels=along_channels, half=x.dtype != torch.float32)
     tiles = -(-columns // block)
     tiles = tiles * (tiles + 1) // 2
@@ -251,7 +254,6 @@ def _moment(
     iterations = -(-cases * count // block_rows) if along_channels else cases * blocks
     splits, per_split = _splits(tiles * stack, iterations, stack * columns**2, x.device)
     out = torch.empty((splits, stack, columns, columns), dtype=torch.float32, device=x.device)
-    by_case, by_channel, by_y, by_x = x.stride()
     kernels.moment_kernel[(tiles, splits, stack)](
         x,
         out,
