@@ -27,7 +27,7 @@ from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
-from natgrad.statistics.waiting import Waiting, of_inputs, of_outputs
+from natgrad.statistics.waiting import Waiting, Wanted, of_inputs, of_outputs
 
 _NOTHING = nullcontext()
 
@@ -53,6 +53,10 @@ class Owner(Protocol):
     def factors_of(self, use: Use) -> Sequence[Factor] | None:
         """The factors that a use's statistics will go to, where its block is known."""
 
+    def overwritten(self) -> None:
+        """Somebody has written into activations or derivatives that waited."""
+
+    waits: bool  # whether small statistics may wait for others
     clock: Clock  # what the time of taking statistics is told to
 
 
@@ -147,16 +151,13 @@ class Pass:
         return bool(self._remaining.uses)
 
     def finish(self, *, alone: bool) -> None:
-        """Does what the backward has left to do: small statistics that have waited for others, vectors with several
-        uses, and the model case by case.
+        """Does what the backward has left to do: vectors with several uses, and the model case by case.
 
         `alone` says that no other pass had a part in the same backward.
         """
         if self._taps is None:
             return
-        if self._small:
-            with _undisturbed(self._small.device):
-                self._small.flush()
+        self.settle()
         for number, gradients in self._summed.items():
             with _undisturbed(gradients.device):
                 self._add_rows(self._taps[number], gradients)
@@ -219,8 +220,8 @@ class Pass:
         if any(needed[1:]):
             homogeneous = tap.use.adds_bias
             wanted = of_inputs(operation, saved, homogeneous=homogeneous, diagonal=sides[1].diagonal)
-            if wanted is not None:
-                self._small.put(*wanted, partial(sides[1].add, rows=rows))
+            if wanted is not None and self._owner.waits:
+                self._wait(wanted, partial(sides[1].add, rows=rows))
             else:
                 diagonal = [factor.diagonal for factor in sides[1:]]
                 moments = operation.input_factors(saved, homogeneous=homogeneous, diagonal=diagonal)
@@ -229,11 +230,26 @@ class Pass:
                         factor.add(moment, rows)
         if needed[0]:
             wanted = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
-            if wanted is not None:
-                self._small.put(*wanted, partial(sides[0].add, rows=rows))
+            if wanted is not None and self._owner.waits:
+                self._wait(wanted, partial(sides[0].add, rows=rows))
             else:
                 moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
                 sides[0].add(moment.mul_(self.terms**2), rows)
+
+    def _wait(self, wanted: Wanted, deliver: Callable[[Tensor], None]) -> None:
+        """Leaves a statistic for the end of the backward pass: who goes on after it may write where activations are."""
+        if not self._small:
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        self._small.put(*wanted, deliver)
+        if self._small.is_full:
+            self.settle()
+
+    def settle(self) -> None:
+        """Computes what has waited for others of its shape."""
+        if self._small:
+            with self._owner.clock.part("statistics"), _undisturbed(self._small.device):
+                if not self._small.flush():
+                    self._owner.overwritten()
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:
         assert isinstance(use.operation, Vector), "only vectors are summed over their uses"

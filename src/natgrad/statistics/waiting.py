@@ -126,32 +126,54 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dim() == 4 and 0 < tensor.numel() <= _SMALL
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A layer's tensors, their versions when they came, and who gets the moment."""
+
+    tensors: Sequence[Tensor]
+    versions: list[int]
+    deliver: Callable[[Tensor], None]
+
+    @property
+    def is_intact(self) -> bool:
+        return [tensor._version for tensor in self.tensors] == self.versions
+
+
 class Waiting:
     """The tensors of works that are to be done, and where the moments go."""
 
     def __init__(self) -> None:
-        self._works: dict[Work, list[tuple[Sequence[Tensor], Callable[[Tensor], None]]]] = {}
+        self._works: dict[Work, list[_Entry]] = {}
         self._held = 0
 
     def __bool__(self) -> bool:
         return bool(self._works)
 
     @property
+    def is_full(self) -> bool:
+        """Whether it is time to `flush`."""
+        return self._held > _HELD
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return next(iter(self._works.values()))[0][0][0].device
+        return next(iter(self._works.values()))[0].tensors[0].device
 
     def put(self, work: Work, tensors: Sequence[Tensor], deliver: Callable[[Tensor], None]) -> None:
         """Holds on to a layer's tensors; `deliver` gets its moment, (1, n, n)."""
-        self._works.setdefault(work, []).append((tensors, deliver))
+        entry = _Entry(tensors, [tensor._version for tensor in tensors], deliver)
+        self._works.setdefault(work, []).append(entry)
         self._held += sum(tensor.numel() for tensor in tensors)
-        if self._held > _HELD:
-            self.flush()
 
-    def flush(self) -> None:
-        """Does all works, each for all its layers at once."""
+    def flush(self) -> bool:
+        """Does all works, each for all its layers at once. False where somebody has written into tensors that waited:
+        their moments are NaN.
+        """
         works, self._works, self._held = self._works, {}, 0
+        intact = True
         for work, entries in works.items():
-            moments = work.moments([tensors for tensors, _ in entries]).split(1)
-            for moment, (_, deliver) in zip(moments, entries, strict=True):
-                deliver(moment)
+            moments = work.moments([entry.tensors for entry in entries]).split(1)
+            for moment, entry in zip(moments, entries, strict=True):
+                entry.deliver(moment if entry.is_intact else torch.full_like(moment, torch.nan))
+                intact = intact and entry.is_intact
+        return intact
