@@ -212,14 +212,16 @@ class Pass:
         """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
         operation, sides = tap.use.operation, tap.orientation.sides
         rows = operation.rows(saved, derivative)
-        tap.orientation.add_rows(rows)  # all of them: the block's scale is that of the whole batch
+        tap.orientation.add_rows(rows)
+        scale = 1.0
         if self._fraction < 1:
             operation, derivative, saved = operation.part(derivative, saved, self._fraction)
-            rows = operation.rows(saved, derivative)
+            # A part stands for the whole: other uses of the weight may have other parts.
+            scale = _ratio(rows, operation.rows(saved, derivative))
         needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
         if any(needed[1:]):
             homogeneous = tap.use.adds_bias
-            wanted = of_inputs(operation, saved, homogeneous=homogeneous, diagonal=sides[1].diagonal)
+            wanted = of_inputs(operation, saved, scale, homogeneous=homogeneous, diagonal=sides[1].diagonal)
             if wanted is not None and self._owner.waits:
                 self._wait(wanted, partial(sides[1].add, rows=rows))
             else:
@@ -227,14 +229,15 @@ class Pass:
                 moments = operation.input_factors(saved, homogeneous=homogeneous, diagonal=diagonal)
                 for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
                     if need:
-                        factor.add(moment, rows)
+                        factor.add(moment if scale == 1 else moment.mul_(scale), rows)
         if needed[0]:
-            wanted = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
+            scale *= self.terms**2
+            wanted = of_outputs(operation, derivative, saved, scale, diagonal=sides[0].diagonal)
             if wanted is not None and self._owner.waits:
                 self._wait(wanted, partial(sides[0].add, rows=rows))
             else:
                 moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
-                sides[0].add(moment.mul_(self.terms**2), rows)
+                sides[0].add(moment.mul_(scale), rows)
 
     def _wait(self, wanted: Wanted, deliver: Callable[[Tensor], None]) -> None:
         """Leaves a statistic for the end of the backward pass: who goes on after it may write where activations are."""
@@ -366,6 +369,11 @@ class Pass:
         # once more, for us.
         with self._group:
             return tuple(saved_tensor(node, name).detach() for name in use.saved)
+
+
+def _ratio(whole: int | Tensor, part: int | Tensor) -> float:
+    """Rows of a batch to those of its part; where only the device knows them, all are taken."""
+    return 1.0 if isinstance(whole, Tensor) or isinstance(part, Tensor) or part == 0 else whole / part
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:

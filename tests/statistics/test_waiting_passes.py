@@ -46,7 +46,7 @@ class Inputs:
 
 @pytest.fixture
 def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_inputs(operation: Any, saved: Any, *, homogeneous: bool, diagonal: bool) -> Any:
+    def of_inputs(operation: Any, saved: Any, scale: float, *, homogeneous: bool, diagonal: bool) -> Any:
         return None if homogeneous or diagonal else (Inputs(operation), saved)
 
     monkeypatch.setattr(passes, "of_inputs", of_inputs)

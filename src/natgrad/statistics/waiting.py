@@ -36,6 +36,7 @@ class Inputs:
     """Of a convolution's inputs."""
 
     convolution: Convolution
+    scale: float
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +50,8 @@ class Inputs:
             self.convolution.dilation,
         )
         inputs = [x for x, *_ in layers]
-        return gpu.moments_of_stack(inputs, kernel=(k, m), stride=(s, t), padding=(p, q), dilation=(d, e))
+        moments = gpu.moments_of_stack(inputs, kernel=(k, m), stride=(s, t), padding=(p, q), dilation=(d, e))
+        return moments if self.scale == 1 else moments.mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,17 @@ class Vectors:
 Wanted = tuple[Work, Sequence[Tensor]]
 
 
-def of_inputs(operation: Operation, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: bool) -> Wanted | None:
-    """The work that a use's inputs are, and what it needs of them, if it can wait for others like it."""
+def of_inputs(
+    operation: Operation, saved: Sequence[Tensor], scale: float, *, homogeneous: bool, diagonal: bool
+) -> Wanted | None:
+    """The work that a use's inputs are, whose squares are multiplied with `scale`, and what it needs of them, if it can
+    wait for others like it.
+    """
     if not isinstance(operation, Convolution) or homogeneous or diagonal or not _is_small(saved[0]):
         return None
     if operation.groups > 1 or operation.reduced or not operation.fits_gpu(saved[0]):
         return None
-    return Inputs(operation, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype), saved
+    return Inputs(operation, scale, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype), saved
 
 
 def of_outputs(
