@@ -99,3 +99,13 @@ def test_a_rate_of_its_own_is_read_once_a_step() -> None:
     rate = link.rates(7)
     assert [rate("weight"), rate("bias")] == [0.5, 0.5]
     assert asked == [7]
+
+
+def test_a_rate_on_the_cpu_is_a_number() -> None:
+    """A tensor there would be a constant of a CUDA graph, and of code that is compiled."""
+    link, _, optimizer = linked(0.1, 0.2)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    assert rates(link, "0.weight", "1.weight") == [0.5, 0.2]
+    assert all(isinstance(rate, float) for rate in rates(link, "0.weight", "1.weight"))
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert rates(link, "0.weight") == [0.25]

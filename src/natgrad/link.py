@@ -142,7 +142,7 @@ class Link:
         if not _same_objects(members, self._members):
             self._members = [list(group) for group in members]
             self._group_of = {id(parameter): number for number, group in enumerate(members) for parameter in group}
-        self._rates = [group["lr"] for group in groups]
+        self._rates = [_number(group["lr"]) for group in groups]
 
     def take_over(self, rates: Mapping[str, LearningRate]) -> None:
         """Learning rates of a step that another rank takes."""
@@ -168,6 +168,13 @@ class Link:
             return lambda name: same
         group_of, rates, parameters = self._group_of, [*self._rates, 0.0], self._parameters
         return lambda name: rates[group_of.get(id(parameters[name]), -1)]  # a parameter in no group does not move
+
+
+def _number(rate: LearningRate) -> LearningRate:
+    """A learning rate on the CPU, which can be read without waiting, as a number: a CUDA graph would go on with the
+    value that it was captured with.
+    """
+    return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
 
 
 def _same_objects(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:

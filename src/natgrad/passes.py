@@ -27,7 +27,7 @@ from natgrad.remaining import Remaining
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
-from natgrad.statistics.waiting import Waiting, of_inputs, of_outputs
+from natgrad.statistics.waiting import Waiting, Wanted, of_inputs, of_outputs
 
 _NOTHING = nullcontext()
 
@@ -53,6 +53,10 @@ class Owner(Protocol):
     def factors_of(self, use: Use) -> Sequence[Factor] | None:
         """The factors that a use's statistics will go to, where its block is known."""
 
+    def overwritten(self) -> None:
+        """Somebody has written into activations or derivatives that waited."""
+
+    waits: bool  # whether small statistics may wait for others
     clock: Clock  # what the time of taking statistics is told to
 
 
@@ -147,16 +151,13 @@ class Pass:
         return bool(self._remaining.uses)
 
     def finish(self, *, alone: bool) -> None:
-        """Does what the backward has left to do: small statistics that have waited for others, vectors with several
-        uses, and the model case by case.
+        """Does what the backward has left to do: vectors with several uses, and the model case by case.
 
         `alone` says that no other pass had a part in the same backward.
         """
         if self._taps is None:
             return
-        if self._small:
-            with _undisturbed(self._small.device):
-                self._small.flush()
+        self.settle()
         for number, gradients in self._summed.items():
             with _undisturbed(gradients.device):
                 self._add_rows(self._taps[number], gradients)
@@ -211,29 +212,47 @@ class Pass:
         """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
         operation, sides = tap.use.operation, tap.orientation.sides
         rows = operation.rows(saved, derivative)
-        tap.orientation.add_rows(rows)  # all of them: the block's scale is that of the whole batch
+        tap.orientation.add_rows(rows)
+        scale = 1.0
         if self._fraction < 1:
             operation, derivative, saved = operation.part(derivative, saved, self._fraction)
-            rows = operation.rows(saved, derivative)
+            # A part stands for the whole: other uses of the weight may have other parts.
+            scale = _ratio(rows, operation.rows(saved, derivative))
         needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
         if any(needed[1:]):
             homogeneous = tap.use.adds_bias
-            wanted = of_inputs(operation, saved, homogeneous=homogeneous, diagonal=sides[1].diagonal)
-            if wanted is not None:
-                self._small.put(*wanted, partial(sides[1].add, rows=rows))
+            wanted = of_inputs(operation, saved, scale, homogeneous=homogeneous, diagonal=sides[1].diagonal)
+            if wanted is not None and self._owner.waits:
+                self._wait(wanted, partial(sides[1].add, rows=rows))
             else:
                 diagonal = [factor.diagonal for factor in sides[1:]]
                 moments = operation.input_factors(saved, homogeneous=homogeneous, diagonal=diagonal)
                 for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
                     if need:
-                        factor.add(moment, rows)
+                        factor.add(moment if scale == 1 else moment.mul_(scale), rows)
         if needed[0]:
-            wanted = of_outputs(operation, derivative, saved, self.terms**2, diagonal=sides[0].diagonal)
-            if wanted is not None:
-                self._small.put(*wanted, partial(sides[0].add, rows=rows))
+            scale *= self.terms**2
+            wanted = of_outputs(operation, derivative, saved, scale, diagonal=sides[0].diagonal)
+            if wanted is not None and self._owner.waits:
+                self._wait(wanted, partial(sides[0].add, rows=rows))
             else:
                 moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
-                sides[0].add(moment.mul_(self.terms**2), rows)
+                sides[0].add(moment.mul_(scale), rows)
+
+    def _wait(self, wanted: Wanted, deliver: Callable[[Tensor], None]) -> None:
+        """Leaves a statistic for the end of the backward pass: who goes on after it may write where activations are."""
+        if not self._small:
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        self._small.put(*wanted, deliver)
+        if self._small.is_full:
+            self.settle()
+
+    def settle(self) -> None:
+        """Computes what has waited for others of its shape."""
+        if self._small:
+            with self._owner.clock.part("statistics"), _undisturbed(self._small.device):
+                if not self._small.flush():
+                    self._owner.overwritten()
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:
         assert isinstance(use.operation, Vector), "only vectors are summed over their uses"
@@ -350,6 +369,11 @@ class Pass:
         # once more, for us.
         with self._group:
             return tuple(saved_tensor(node, name).detach() for name in use.saved)
+
+
+def _ratio(whole: int | Tensor, part: int | Tensor) -> float:
+    """Rows of a batch to those of its part; where only the device knows them, all are taken."""
+    return 1.0 if isinstance(whole, Tensor) or isinstance(part, Tensor) or part == 0 else whole / part
 
 
 def _input_factors(use: Use, saved: Sequence[Tensor], diagonal: Sequence[bool]) -> list[Tensor]:

@@ -79,6 +79,7 @@ class Window:
         self.scale = scale
         self.clock: Clock = NoClock()
         self.on_backward: Callable[[], None] | None = None  # called when a backward pass is over that counted
+        self.waits = True  # see `overwritten`
         self.takes = takes  # whether this process computes a factor's statistics, or another rank does
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
@@ -253,6 +254,8 @@ class Window:
                 "several backward passes feed one step: each loss is taken to be a mean over its own predictions. "
                 "Where each is divided by their number, pass accumulated_loss='mean'; otherwise 'sum'",
             )
+        for other in self._counted:
+            other.settle()  # before factors are shared, or no longer: a copy has what has come in so far
         self._open.discard(current)
         if self.on_backward is not None and another:
             torch.autograd.Variable._execution_engine.queue_callback(self.on_backward)
@@ -292,6 +295,18 @@ class Window:
             "again",
             "a second backward went through the same graph at step {step}; only the first counts as statistics. "
             "For a loss of several parts use (loss1 + loss2).backward()",
+        )
+
+    def overwritten(self) -> None:
+        """Somebody has written into activations or derivatives during the backward pass, while they waited for others
+        of their shape: from now on nothing waits.
+        """
+        self.waits = False
+        self._warn(
+            "overwritten",
+            "activations or derivatives were written into during the backward pass (an in-place norm? a reversible "
+            "layer?) while their statistics waited: at step {step} these were refused, from now on they are taken at "
+            "once",
         )
 
     def half(self) -> None:

@@ -34,6 +34,10 @@ CORRELATED = [
     (2, 192, 3, 3, (3, 3), (1, 1), (2, 1), (1, 1), 1),
     (1, 64, 2, 2, (2, 2), (1, 1), (0, 0), (1, 1), 1),
     (1, 64, 2, 2, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    (2, 64, 5, 4, (3, 1), (1, 1), (1, 0), (1, 1), 1),
+    (2, 64, 5, 4, (1, 3), (1, 1), (0, 1), (1, 1), 1),
+    (2, 64, 5, 4, (2, 1), (1, 1), (0, 0), (1, 1), 1),
+    (2, 64, 5, 4, (1, 7), (1, 1), (0, 3), (1, 1), 1),
 ]
 KINDS = [
     (torch.float32, torch.contiguous_format),
@@ -135,3 +139,20 @@ def test_float32_stays_float32_where_tf32_is_off() -> None:
     x = torch.randn(4, 16, 8, 8, device="cuda")
     assert not gpu.takes(x)
     assert gpu.takes(x.bfloat16())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_more_cases_than_a_grid_has_places_for(form: torch.memory_format) -> None:
+    x = whole_numbers(70_000, 16, 2, 1, form=form)
+    convolution = Convolution((1, 1), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    torch.testing.assert_close(factor(x, convolution).double(), factor(x.double(), convolution), rtol=0, atol=0)
+    mean, reciprocal = torch.ones(16).cuda(), torch.ones(16).cuda()
+    found = ByChannel().gradients(x, (x, mean, reciprocal))
+    torch.testing.assert_close(found, (x * (x - 1)).sum((2, 3)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one() -> None:
+    x = whole_numbers(4, 16, 5, 5).to("cuda:1")
+    convolution = Convolution((3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    torch.testing.assert_close(factor(x, convolution).double(), factor(x.double(), convolution), rtol=0, atol=0)

@@ -82,3 +82,28 @@ def test_equal_cases_have_the_factors_of_one() -> None:
         results.append([block.to_dense() for block in kfac.blocks])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Twice(nn.Module):
+    """One weight from the right, of which a part of the rows is taken, and from the left, where all are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + (self.weight @ (3 * x).T.tanh()).T
+
+
+def test_uses_count_alike_whatever_part_is_taken_of_them() -> None:
+    results = []
+    for fraction in (0.25, 1.0):
+        torch.manual_seed(0)
+        model = Twice()
+        x = torch.randn(1, 3, dtype=torch.float64).expand(8, -1).contiguous()
+        kfac = KFAC(model, lr=0.1, stats_fraction=fraction)
+        functional.cross_entropy(model(x), torch.ones(8, dtype=torch.long)).backward()
+        kfac.step()
+        results.append([block.to_dense() for block in kfac.blocks])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)

@@ -109,7 +109,8 @@ class Preconditioner:
         self.others = others
         self.decompositions = 0  # sides that this process has decomposed so far
         self._compiled = torch.compile(self._replace) if compiled else None
-        self._compiled_directions = torch.compile(self._directions) if compiled else self._directions
+        # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
+        self._compiled_directions = torch.compile(self._directions) if compiled else None
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
@@ -292,8 +293,10 @@ class Preconditioner:
     ) -> Clip:
         """By a CUDA graph where that can be, else launch by launch."""
         clipped = None
-        if self._replay is not None and norms is None and stacks[0].device.type == "cuda":
-            clipped = self._replay.run(self._replace, stacks, gradients, damping, kappa, rates, finite)
+        device = stacks[0].device
+        if self._replay is not None and norms is None and device.type == "cuda":
+            with torch.cuda.device(device):  # a graph is of the current one, whatever the gradients are on
+                clipped = self._replay.run(self._replace, stacks, gradients, damping, kappa, rates, finite)
         if clipped is None:
             clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
         return clipped
@@ -396,9 +399,9 @@ class Preconditioner:
         own: dict[str, Tensor] = {}
         length = next(iter(self.solved.values())).scale.new_zeros((), dtype=torch.float64)
         if stacks:
-            compiled = self._compiled is not None
+            compiled = self._compiled_directions
             number = self._numbers()
-            directions, length = self._compiled_directions(
+            directions, length = (compiled or self._directions)(
                 stacks,
                 gradients,
                 number(damping) if compiled else damping,

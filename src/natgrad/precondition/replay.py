@@ -19,6 +19,10 @@ from natgrad.precondition.clip import Clip
 from natgrad.precondition.rates import LearningRate, Rates, mapped
 from natgrad.precondition.stack import Stack
 
+_WORTH = 10
+"""Steps that a graph must serve to be worth its capture, which waits for the device."""
+_WASTED = 8
+"""Graphs in a row that were not, until no more are made: the work changes too often."""
 LANES = 4
 """Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU."""
 
@@ -63,6 +67,7 @@ class Replay:
     def __init__(self) -> None:
         self._last: _Work | None = None
         self._captured: _Captured | None = None
+        self._wasted = 0
         self._works = True
 
     def clear(self) -> None:
@@ -89,8 +94,9 @@ class Replay:
             numbers.add(kappa)
         work = _Work(stacks, gradients, slots, capped=kappa is not None, checked=finite is not None)
         if self._captured is None or self._captured.work != work:
+            self._count()
             again, self._last, self._captured = self._last == work, work, None
-            if not again:
+            if not again or not self._works:
                 return None
             try:
                 self._captured = _Captured(work, gradients, numbers.values, finite, replace)
@@ -99,6 +105,12 @@ class Replay:
                 self.clear()
                 return None
         return self._captured.replay(gradients, numbers.values, finite)
+
+    def _count(self) -> None:
+        """The work has changed: takes down whether the graph that there is was worth it."""
+        if self._captured is not None:
+            self._wasted = 0 if self._captured.replays >= _WORTH else self._wasted + 1
+            self._works = self._wasted < _WASTED
 
 
 class _Numbers:
@@ -164,6 +176,7 @@ class _Captured:
         replace: Replace,
     ) -> None:
         self.work = work
+        self.replays = 0
         device = work.stacks[0].device
         self._values = list(values)
         # Filled on the device: no copy from the host.
@@ -190,6 +203,7 @@ class _Captured:
         self, gradients: Mapping[str, Tensor | None], values: Sequence[LearningRate], finite: Tensor | None
     ) -> Clip:
         """One step."""
+        self.replays += 1
         for number, (old, new) in enumerate(zip(self._values, values, strict=True)):
             if isinstance(new, Tensor):
                 self._numbers[number].copy_(new)

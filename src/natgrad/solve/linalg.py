@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -76,10 +76,11 @@ def _eigh_beside(threads: int, stack: Tensor) -> Results:
     its host thread waiting.
     """
     now = torch.cuda.current_stream(stack.device)
+    lanes = [_stream(number, stack.device) for number in range(threads)]
     values, vectors = torch.empty_like(stack[..., 0]), torch.empty_like(stack)
 
     def decompose(number: int) -> None:
-        own = torch.cuda.Stream(stack.device)
+        own = lanes[number]
         own.wait_stream(now)
         with torch.cuda.stream(own), torch.no_grad():
             for index in range(number, stack.shape[0], threads):
@@ -91,6 +92,14 @@ def _eigh_beside(threads: int, stack: Tensor) -> Results:
         for done in [pool.submit(decompose, number) for number in range(threads)]:
             done.result()
     return values, vectors
+
+
+@cache
+def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
+    """The same one every time: memory that was freed is used again in the stream that it was made in, and nowhere
+    else.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _cholesky_inverse(stack: Tensor) -> Results:

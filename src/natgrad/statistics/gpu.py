@@ -151,8 +151,8 @@ def channels_last(x: Tensor) -> Tensor:
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     out = torch.empty((cases, height, width, channels), dtype=dtype, device=x.device)
     block = 64
-    grid = (-(-height * width // block), -(-channels // block), cases)
-    kernels.channels_last_kernel[grid](x, out, channels, height * width, BLOCK=block, BLOCK_PLACES=block)
+    grid = (-(-height * width // block) * -(-channels // block) * cases,)  # the second and third are limited to 65535
+    _launch(kernels.channels_last_kernel, grid, x, out, channels, height * width, BLOCK=block, BLOCK_PLACES=block)
     return out.permute(0, 3, 1, 2)
 
 
@@ -173,7 +173,9 @@ def correlated(x: Tensor, kernel: Pair, padding: Pair, places: Pair) -> Tensor:
     iterations = -(-rows // block_rows)
     splits, per_split = _splits(tiles, iterations, channels * columns, x.device)
     sums = torch.empty((splits, channels, columns), dtype=torch.float32, device=x.device)
-    kernels.correlation_kernel[(tiles, splits)](
+    _launch(
+        kernels.correlation_kernel,
+        (tiles, splits),
         x,
         sums,
         iterations,
@@ -199,9 +201,8 @@ def correlated(x: Tensor, kernel: Pair, padding: Pair, places: Pair) -> Tensor:
     out = torch.empty((1, channels * elements, channels * elements), dtype=torch.float32, device=x.device)
     block = 1024
     grid = (channels * elements, -(-channels * elements // block))
-    kernels.spread_kernel[grid](
-        sums, top, bottom, before, after, out, channels, *kernel, margin_y, margin_x, BLOCK=block
-    )
+    sides = (top, bottom, before, after)
+    _launch(kernels.spread_kernel, grid, sums, *sides, out, channels, *kernel, margin_y, margin_x, BLOCK=block)
     return out
 
 
@@ -243,7 +244,10 @@ def _moment(
     cases, channels, height, width = x.shape
     elements, count = kernel[0] * kernel[1], places[0] * places[1]
     columns = channels * elements
-    pixels = (elements, stride, padding) == (1, (1, 1), (0, 0)) and places == (height, width)
+    by_case, by_channel, by_y, by_x = x.stride()
+    # The pixels of a strip along a border do not lie at one distance from each other.
+    even = not along_channels or (by_y, by_case) == (width * by_x, height * width * by_x)
+    pixels = even and (elements, stride, padding, places) == (1, (1, 1), (0, 0), (height, width))
     block, block_rows, warps, stages = _tile(columns, along_channels=along_channels, half=x.dtype != torch.float32)
     tiles = -(-columns // block)
     tiles = tiles * (tiles + 1) // 2
@@ -251,8 +255,9 @@ def _moment(
     iterations = -(-cases * count // block_rows) if along_channels else cases * blocks
     splits, per_split = _splits(tiles * stack, iterations, stack * columns**2, x.device)
     out = torch.empty((splits, stack, columns, columns), dtype=torch.float32, device=x.device)
-    by_case, by_channel, by_y, by_x = x.stride()
-    kernels.moment_kernel[(tiles, splits, stack)](
+    _launch(
+        kernels.moment_kernel,
+        (tiles, splits, stack),
         x,
         out,
         iterations,
@@ -321,12 +326,14 @@ def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tens
     out = torch.empty((cases, channels), dtype=torch.float32, device=derivative.device)
     if along_channels:
         block, block_places = 64, 32
-        grid = (-(-channels // block), cases)
+        grid = (-(-channels // block) * cases,)
     else:
         block_places = min(1024, 1 << (places - 1).bit_length())
         block = max(1, 2048 // block_places)
-        grid = (-(-cases * channels // block), 1)
-    kernels.gain_kernel[grid](
+        grid = (-(-cases * channels // block),)
+    _launch(
+        kernels.gain_kernel,
+        grid,
         derivative,
         x,
         mean,
@@ -342,6 +349,12 @@ def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tens
         ALIGNED=1 if along_channels else _divisor(places),
     )
     return out
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
+    """On the device of x: Triton goes by the current one."""
+    with torch.cuda.device_of(x):
+        kernel[grid](x, *arguments, **options)
 
 
 @cache

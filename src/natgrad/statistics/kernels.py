@@ -252,10 +252,14 @@ def spread_kernel(
 
 @triton.jit
 def channels_last_kernel(x, out, channels, places, BLOCK: tl.constexpr, BLOCK_PLACES: tl.constexpr):
-    """A tile of a case, from memory that runs along places to memory that runs along channels, rounded to bfloat16."""
-    case = tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(0) * BLOCK_PLACES + tl.arange(0, BLOCK_PLACES)
+    """A tile of a case, from memory that runs along places to memory that runs along channels, rounded to the dtype of
+    `out`.
+    """
+    tiles, channel_tiles = tl.cdiv(places, BLOCK_PLACES), tl.cdiv(channels, BLOCK)
+    rest = tl.program_id(0) // tiles
+    case = (rest // channel_tiles).to(tl.int64)
+    channel = rest % channel_tiles * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0) % tiles * BLOCK_PLACES + tl.arange(0, BLOCK_PLACES)
     mask = (channel < channels)[:, None] & (place < places)[None, :]
     start = case * channels * places
     tile = tl.load(x + start + channel[:, None] * places + place[None, :], mask=mask, other=0.0)
@@ -285,10 +289,11 @@ def gain_kernel(
     if ALIGNED > 1:
         places = tl.multiple_of(places, ALIGNED)
     if CHANNELS_LAST:
-        case = tl.program_id(1)
-        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tiles = tl.cdiv(channels, BLOCK)
+        case = tl.program_id(0) // tiles
+        channel = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
         inside = channel < channels
-        start = (case * places).to(tl.int64) * channels + channel
+        start = case.to(tl.int64) * places * channels + channel
         to = case * channels + channel
     else:
         to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

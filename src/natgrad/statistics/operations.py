@@ -117,7 +117,7 @@ class Product:
     def part(
         self, derivative: Tensor, saved: Sequence[Tensor], fraction: float
     ) -> tuple[Operation, Tensor, Sequence[Tensor]]:
-        """See `Operation`. Every so many rows: whether cases or places come first, both are among them."""
+        """See `Operation`. Every so many rows, so that neither early places nor early cases are all there is."""
         if self.weight_on_left or self.stacked or self.case_axis is not None or self.feature_map is not None:
             return self, derivative, saved
         every = max(1, round(1 / fraction))

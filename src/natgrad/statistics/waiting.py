@@ -36,6 +36,7 @@ class Inputs:
     """Of a convolution's inputs."""
 
     convolution: Convolution
+    scale: float
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +50,8 @@ class Inputs:
             self.convolution.dilation,
         )
         inputs = [x for x, *_ in layers]
-        return gpu.moments_of_stack(inputs, kernel=(k, m), stride=(s, t), padding=(p, q), dilation=(d, e))
+        moments = gpu.moments_of_stack(inputs, kernel=(k, m), stride=(s, t), padding=(p, q), dilation=(d, e))
+        return moments if self.scale == 1 else moments.mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,17 @@ class Vectors:
 Wanted = tuple[Work, Sequence[Tensor]]
 
 
-def of_inputs(operation: Operation, saved: Sequence[Tensor], *, homogeneous: bool, diagonal: bool) -> Wanted | None:
-    """The work that a use's inputs are, and what it needs of them, if it can wait for others like it."""
+def of_inputs(
+    operation: Operation, saved: Sequence[Tensor], scale: float, *, homogeneous: bool, diagonal: bool
+) -> Wanted | None:
+    """The work that a use's inputs are, whose squares are multiplied with `scale`, and what it needs of them, if it can
+    wait for others like it.
+    """
     if not isinstance(operation, Convolution) or homogeneous or diagonal or not _is_small(saved[0]):
         return None
     if operation.groups > 1 or operation.reduced or not operation.fits_gpu(saved[0]):
         return None
-    return Inputs(operation, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype), saved
+    return Inputs(operation, scale, tuple(saved[0].shape), saved[0].stride(), saved[0].dtype), saved
 
 
 def of_outputs(
@@ -126,32 +132,54 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dim() == 4 and 0 < tensor.numel() <= _SMALL
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A layer's tensors, their versions when they came, and who gets the moment."""
+
+    tensors: Sequence[Tensor]
+    versions: list[int]
+    deliver: Callable[[Tensor], None]
+
+    @property
+    def is_intact(self) -> bool:
+        return [tensor._version for tensor in self.tensors] == self.versions
+
+
 class Waiting:
     """The tensors of works that are to be done, and where the moments go."""
 
     def __init__(self) -> None:
-        self._works: dict[Work, list[tuple[Sequence[Tensor], Callable[[Tensor], None]]]] = {}
+        self._works: dict[Work, list[_Entry]] = {}
         self._held = 0
 
     def __bool__(self) -> bool:
         return bool(self._works)
 
     @property
+    def is_full(self) -> bool:
+        """Whether it is time to `flush`."""
+        return self._held > _HELD
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return next(iter(self._works.values()))[0][0][0].device
+        return next(iter(self._works.values()))[0].tensors[0].device
 
     def put(self, work: Work, tensors: Sequence[Tensor], deliver: Callable[[Tensor], None]) -> None:
         """Holds on to a layer's tensors; `deliver` gets its moment, (1, n, n)."""
-        self._works.setdefault(work, []).append((tensors, deliver))
+        entry = _Entry(tensors, [tensor._version for tensor in tensors], deliver)
+        self._works.setdefault(work, []).append(entry)
         self._held += sum(tensor.numel() for tensor in tensors)
-        if self._held > _HELD:
-            self.flush()
 
-    def flush(self) -> None:
-        """Does all works, each for all its layers at once."""
+    def flush(self) -> bool:
+        """Does all works, each for all its layers at once. False where somebody has written into tensors that waited:
+        their moments are NaN.
+        """
         works, self._works, self._held = self._works, {}, 0
+        intact = True
         for work, entries in works.items():
-            moments = work.moments([tensors for tensors, _ in entries]).split(1)
-            for moment, (_, deliver) in zip(moments, entries, strict=True):
-                deliver(moment)
+            moments = work.moments([entry.tensors for entry in entries]).split(1)
+            for moment, entry in zip(moments, entries, strict=True):
+                entry.deliver(moment if entry.is_intact else torch.full_like(moment, torch.nan))
+                intact = intact and entry.is_intact
+        return intact

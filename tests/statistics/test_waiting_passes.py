@@ -1,0 +1,171 @@
+"""What waits for others of its shape is computed when the backward pass is over, from what it was: without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad import KFAC, passes
+from natgrad.statistics.operations import Operation
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The output factors of one operation."""
+
+    operation: Operation
+    scale: float
+    diagonal: bool
+
+    def moments(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.cat([self.operation.output_factor(g, [], diagonal=self.diagonal) for g, *_ in layers]) * self.scale
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_outputs(operation: Any, derivative: Tensor, saved: Any, scale: float, *, diagonal: bool) -> Any:
+        return (Outputs(operation, scale, diagonal), (derivative,)) if not operation.keeps_saved else None
+
+    monkeypatch.setattr(passes, "of_outputs", of_outputs)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    operation: Operation
+
+    def moments(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
+        found = [self.operation.input_factors(one, homogeneous=False, diagonal=[False])[0] for one in layers]
+        return torch.cat(found)
+
+
+@pytest.fixture
+def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_inputs(operation: Any, saved: Any, scale: float, *, homogeneous: bool, diagonal: bool) -> Any:
+        return None if homogeneous or diagonal else (Inputs(operation), saved)
+
+    monkeypatch.setattr(passes, "of_inputs", of_inputs)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return functional.cross_entropy(model(torch.randn(6, 3, generator=generator)), torch.arange(6) % 4)
+
+
+def factors(kfac: KFAC) -> list[Tensor]:
+    return [factor.mean() for block in kfac.blocks for factor in block.factors()]
+
+
+def test_nothing_is_held_after_a_backward_pass(waiting: None) -> None:
+    model = network()
+    kfac = KFAC(model, lr=0.1, accumulated_loss="sum")
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        assert all(not current._small for current in kfac._window.contents)
+        assert all(factor.pending is not None for block in kfac.blocks for factor in block.factors())
+
+
+def test_factors_are_the_same(request: pytest.FixtureRequest) -> None:
+    results = []
+    for _ in range(2):
+        model = network()
+        kfac = KFAC(model, lr=0.1, accumulated_loss="sum")
+        for seed in range(2):
+            loss_of(model, seed).backward()
+        kfac.step()
+        results.append(factors(kfac))
+        request.getfixturevalue("waiting")
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Reuse(torch.autograd.Function):
+    """The identity, whose backward overwrites derivatives that autograd is through with."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *derivatives: Tensor) -> Tensor:
+        for tensor in Reuse.seen:
+            tensor.zero_()
+        Reuse.seen.clear()
+        return derivatives[0]
+
+
+class Reusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Reuse.apply(self.first(x)).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN or inf")
+def test_what_is_overwritten_is_refused_and_waits_no_more(waiting: None) -> None:
+    torch.manual_seed(0)
+    model = Reusing()
+    kfac = KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
+
+    def step() -> None:
+        model.zero_grad()
+        output = model(torch.randn(6, 3))
+        output.register_hook(lambda gradient: Reuse.seen.append(gradient))
+        functional.cross_entropy(output, torch.arange(6) % 4).backward()
+        kfac.step()
+
+    with pytest.warns(match="written into during the backward pass"):
+        step()
+    assert kfac.metrics()["rejected_statistics"] == 1
+    step()
+    assert kfac.metrics()["rejected_statistics"] == 1
+    (second,) = [block for block in kfac.blocks if block.key == "second.weight"]
+    assert float(second.straight.row.mean().diagonal(dim1=-2, dim2=-1).sum()) > 0
+
+
+class Branches(nn.Module):
+    """Two layers on one activation, or, `apart`, on two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+        self.apart = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.one(x), self.other(x * 2 if self.apart else x)
+        return left.tanh() * right.tanh()
+
+
+def test_what_waits_reaches_factors_that_become_separate(request: pytest.FixtureRequest) -> None:
+    """One backward pass through two calls of the model, of which only one has a common activation."""
+    results = []
+    for waits in (False, True):
+        if waits:
+            request.getfixturevalue("waiting_inputs")
+        torch.manual_seed(0)
+        model = Branches()
+        kfac = KFAC(model, lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(2, 6, 3, generator=generator), torch.arange(6) % 4
+        outputs = []
+        for model.apart in (True, False):  # the last call's backward comes first
+            outputs.append(model(x[len(outputs)]))
+        sum((functional.cross_entropy(output, y) for output in outputs), torch.zeros(())).backward()
+        kfac.step()
+        results.append(factors(kfac))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
