@@ -55,6 +55,32 @@ def compared(answers: list[list[dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_threads_of_training_do_not_show(solver):
+    """LAPACK's last bits depend on how many threads it has, and training may have others than who solves beside it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        results = []
+        for overlap in (None, natgrad.Background("cpu", threads=1)):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 10))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = natgrad.Background("step", threads=1) if overlap is None else overlap
+            options = {"factor_update_steps": 1, "inv_update_steps": 4, "solver": solver, "overlap": step, "delay": 2}
+            natgrad.KFAC(model, **options).attach(optimizer)
+            for number in range(12):
+                x = torch.randn(32, 300, generator=torch.Generator().manual_seed(number))
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), torch.arange(32) % 10).backward()
+                optimizer.step()
+            results.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert all(map(torch.equal, *results))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("delay", [1, 3])
 def test_solves_elsewhere_are_solves_in_the_step_bit_for_bit(solver, delay):
     compared([runs(0, 1, [{"solver": solver, "delay": delay}])])

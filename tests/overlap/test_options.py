@@ -39,10 +39,13 @@ def test_words_and_objects_mean_the_same():
         (("backgruond", None, None, None), "did you mean 'background'"),
         (("stagger", None, None, None), "did you mean 'staggered'"),
         (("cpu", None, None, None), "overlap must be one of 'background', 'staggered', got 'cpu'"),
-        (("background", -1, None, None), "delay must be a whole number of at least 0, or None for the default, got -1"),
+        (
+            ("background", -1, None, None),
+            "delay must be a whole number of steps of at least 0, 'ready', or None for the default, got -1",
+        ),
         (("background", True, None, None), "delay must be a whole number"),
         (("background", 1.5, None, None), "delay must be a whole number"),
-        (("background", "redy", None, None), "delay must be one of 'ready', got 'redy' .did you mean 'ready'"),
+        (("background", "redy", None, None), "delay must be a whole number of steps of at least 0, 'ready', or None"),
         (("background", None, 0.1, None), "max_overhead goes with overlap='staggered'"),
         ((None, None, 0.1, None), "max_overhead goes with overlap='staggered'"),
         ((None, None, None, 3), "max_staleness goes with overlap='background'"),
@@ -52,7 +55,8 @@ def test_words_and_objects_mean_the_same():
         ((Staggered(), "ready", None, None), "delay and max_staleness go with overlap='background'"),
         (("staggered", None, 0, None), "max_overhead must be above 0 and at most 1, got 0"),
         (("staggered", None, 1.5, None), "max_overhead must be above 0"),
-        ((3, None, None, None), "where must be one of"),
+        ((3, None, None, None), "overlap must be 'background', 'staggered', a natgrad.Background"),
+        ((True, None, None, None), "overlap must be 'background', 'staggered', a natgrad.Background"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, words):

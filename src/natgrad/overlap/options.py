@@ -47,17 +47,16 @@ class Background:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.where, Executor):
-            if isinstance(self.where, type):
-                raise TypeError(f"where got the class {self.where.__name__}: call it, {self.where.__name__}(...)")
-            if not isinstance(self.where, str) and callable(getattr(self.where, "submit", None)):
-                pass  # follows the interface without inheriting from it
-            else:
-                choice("where", self.where, PLACES)
-        if self.delay != READY:
-            if isinstance(self.delay, str):
-                choice("delay", self.delay, (READY,))
-            whole_number("delay", self.delay, at_least=0, none="the default")
+        if isinstance(self.where, type):
+            raise TypeError(f"where got the class {self.where.__name__}: call it, {self.where.__name__}(...)")
+        if not _is_executor(self.where):
+            choice("where", self.where, PLACES)
+        whole = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
+        if not whole and self.delay not in (None, READY):
+            raise ValueError(
+                f"delay must be a whole number of steps of at least 0, {READY!r}, or None for the default, got "
+                f"{self.delay!r}"
+            )
         whole_number("workers", self.workers, none="as many as fit")
         whole_number("threads", self.threads, none="as many as fit")
         whole_number("max_staleness", self.max_staleness, none="no bound")
@@ -100,6 +99,11 @@ def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: 
     """The options `overlap`, `delay`, `max_overhead` and `max_staleness`: words and numbers, or the whole."""
     if isinstance(overlap, str):
         choice("overlap", overlap, OVERLAPS)
+    elif overlap is not None and not isinstance(overlap, type | Background | Staggered) and not _is_executor(overlap):
+        raise ValueError(
+            f"overlap must be {', '.join(map(repr, OVERLAPS))}, a natgrad.Background or natgrad.Staggered, a "
+            f"concurrent.futures.Executor, or None, got {overlap!r}"
+        )
     if isinstance(overlap, Staggered) or overlap == "staggered":
         if delay is not None or max_staleness is not None:
             raise ValueError("delay and max_staleness go with overlap='background': 'staggered' solves in the step")
@@ -118,6 +122,11 @@ def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: 
     if delay is not None:
         background = replace(background, delay=delay)
     return background if max_staleness is None else replace(background, max_staleness=max_staleness)
+
+
+def _is_executor(value: Any) -> bool:
+    """Also one that follows the interface without inheriting from it."""
+    return not isinstance(value, str) and callable(getattr(value, "submit", None))
 
 
 def free_cores() -> int:

@@ -41,7 +41,7 @@ def place_of(
     if not isinstance(options.where, str):
         return Elsewhere(options.where, timeout=options.timeout, complain=complain)
     if options.where == "step":
-        return InStep()
+        return InStep(options.sizes()[1])
     if options.where == "gpu" and device.type != "cuda":
         raise ValueError(f"where='gpu' needs a model on a GPU: this one is on {device}")
     workers, threads = options.sizes()
@@ -84,13 +84,23 @@ def costs_of_two_cores(given: Costs | str | None) -> Costs:
 
 
 class InStep:
-    """In the step itself: nothing runs beside it."""
+    """In the step itself: nothing runs beside it. On the CPU with as many `threads` of LAPACK as a worker beside
+    training has: their number shows in the last bits.
+    """
 
     name = "step"
 
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Decomposes at once."""
-        return [_finished(solve_tensors(task.solver, task.factors)) for task in tasks]
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return [_finished(solve_tensors(task.solver, task.factors)) for task in tasks]
+        finally:
+            torch.set_num_threads(before)
 
     def close(self) -> None:
         """There is nothing to end."""
