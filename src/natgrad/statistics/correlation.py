@@ -121,10 +121,9 @@ class Way(Enum):
 def pays(x: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     """Whether correlations are cheaper than patches for x, (N, C, *pixels).
 
-    Batch 128, 3 × 3, padding 1, one core: 16 channels 32² 15 ms, patches 62 (105 with all of them at once); 32 channels
-    16² 12, 57; 64 channels 8² 13, 57; an image of 3 channels, 32², 2.9, 6.5. Even: 64 channels 2², or 8² without
-    padding; depthwise. Dearer: 1 × 1, and few cases (4 of 32 channels 8²: 1.2, 0.5). Convolutions in float64 are made
-    of patches themselves (112, 57).
+    Batch 128, 3 × 3, padding 1, one core: 16 channels 32² 11 ms, patches 62 (105 with all of them at once); 32 channels
+    16² 6.5, 57; 64 channels 8² 5.6, 57. Dearer: 1 × 1, and few cases. Not in float64, where only the weight gradient
+    has been measured (112, 57).
     """
     if x.dtype == torch.float64 or not axes:
         return False
@@ -178,6 +177,92 @@ def _strip_ways(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -
 def _patch_price(axes: tuple[Axis, ...], cases: int, channels: int) -> int:
     size = channels * math.prod(axis.kernel for axis in axes)
     return cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
+
+
+@dataclass(frozen=True)
+class Phased:
+    """One axis of a convolution with a stride, as one with stride 1 of the image's phases, which become channels.
+
+    Kernel element k is on pixel k − padding of the first place: of the phase that is left of this by the stride, and
+    there at the offset that the stride goes into it.
+    """
+
+    pixels: int
+    kernel: int
+    stride: int
+    padding: int
+
+    @property
+    def places(self) -> int:
+        """How many patches there are."""
+        return (self.pixels + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def seen(self) -> int:
+        """How many of the pixels are in a patch or before one that is."""
+        return max(0, min(self.pixels, (self.places - 1) * self.stride + self.kernel - self.padding))
+
+    @property
+    def axis(self) -> Axis:
+        """Of each phase."""
+        first = -(self.padding // -self.stride)
+        kernel = (self.kernel - 1 - self.padding) // self.stride + first + 1
+        pixels = -(self.seen // -self.stride)
+        return Axis(pixels, kernel, 1, first, self.places + kernel - 1 - pixels - first)
+
+    @property
+    def elements(self) -> list[tuple[int, int]]:
+        """(offset, phase) of each element of the kernel."""
+        first = -(self.padding // -self.stride) * self.stride
+        return [divmod(k - self.padding + first, self.stride) for k in range(self.kernel)]
+
+
+def phases_pay(x: Tensor, axes: tuple[Phased, ...], groups: int) -> bool:
+    """Whether `phased_moment` is cheaper than patches for x, (N, C, *pixels).
+
+    Batch 128, 3 × 3 with stride 2, one core: 16 channels 32² 15 ms, patches 19; 32 channels 16² 15, 18; 64 channels 8²
+    30, 23.
+    """
+    if x.dtype == torch.float64 or not axes or min(axis.seen for axis in axes) < 1:
+        return False
+    cases, channels = x.shape[0] * groups, x.shape[1] // groups
+    visible = tuple(axis.axis.visible for axis in axes)
+    copied = cases * channels * math.prod(axis.seen for axis in axes) * _COPY
+    price = copied + _price(visible, cases, channels * math.prod(axis.stride for axis in axes), 0)
+    size = channels * math.prod(axis.kernel for axis in axes)
+    patches = cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
+    return price < patches
+
+
+def phased_moment(x: Tensor, axes: tuple[Phased, ...], groups: int) -> Tensor:
+    """`second_moment` for a convolution with strides."""
+    x = x.to(accumulation_dtype(x.dtype))[(slice(None), slice(None), *(slice(axis.seen) for axis in axes))]
+    short = [-axis.seen % axis.stride for axis in axes]
+    if any(short):
+        x = functional.pad(x, [zeros for end in reversed(short) for zeros in (0, end)])
+    cases, channels = x.shape[0], x.shape[1] // groups
+    split = x.reshape(*x.shape[:2], *(n for axis in axes for n in (axis.axis.pixels, axis.stride)))
+    order = [*range(3, split.dim(), 2), *range(2, split.dim(), 2)]
+    images = split.permute(0, 1, *order).reshape(cases, -1, *(axis.axis.pixels for axis in axes))
+    pairs = correlated(images, tuple(axis.axis.visible for axis in axes), groups)
+    offsets, phases = _elements(axes, x.device)
+    size = math.prod(axis.stride for axis in axes)
+    pairs = pairs.view(*pairs.shape[:3], channels, size, channels, size).permute(1, 4, 2, 6, 0, 3, 5)
+    # (kernel, kernel, groups, channels, channels)
+    some = pairs[offsets[:, None], phases[:, None], offsets, phases]
+    moment = some.permute(2, 3, 0, 4, 1)
+    return moment.reshape(groups, channels * len(offsets), -1)
+
+
+@lru_cache(maxsize=64)
+def _elements(axes: tuple[Phased, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Offset and phase of each element of the kernel, all axes flattened."""
+    offsets = phases = torch.zeros(1, dtype=torch.int64)
+    for axis in axes:
+        offset, phase = torch.tensor(axis.elements).unbind(1)
+        offsets = (offsets[:, None] * axis.axis.kernel + offset).flatten()
+        phases = (phases[:, None] * axis.stride + phase).flatten()
+    return offsets.to(device), phases.to(device)
 
 
 def second_moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
@@ -334,7 +419,7 @@ def _by_frequency(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
     height = axes[0].pixels if len(axes) == 2 else 1
     frequencies = waves.cosines.shape[1]
     at_once = max(1, SPECTRUM_ELEMENTS // (2 * frequencies * x.shape[1]))
-    real = imaginary = None
+    sums: tuple[Tensor, Tensor] | None = None
     for part in x.split(at_once):
         images = part.shape[0] * part.shape[1]
         half = (waves.along @ part.reshape(images * height, -1).mT).view(-1, 2, images, height)
@@ -342,12 +427,13 @@ def _by_frequency(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
         whole.baddbmm_(waves.imaginary.expand(len(whole), -1, -1), half[:, 1].mT)
         z = whole.view(frequencies, 2 * part.shape[0], groups, channels).transpose(1, 2).flatten(0, 1)
         first, second = z.chunk(2, 1)
-        if real is None or imaginary is None:
-            real, imaginary = z.mT @ z, second.mT @ first
+        if sums is None:
+            sums = z.mT @ z, second.mT @ first
         else:
-            real.baddbmm_(z.mT, z)
-            imaginary.baddbmm_(second.mT, first)
-    assert real is not None and imaginary is not None, "split yields at least one part"
+            sums[0].baddbmm_(z.mT, z)
+            sums[1].baddbmm_(second.mT, first)
+    assert sums is not None, "split yields at least one part"
+    real, imaginary = sums
     differences = len(waves.cosines)
     odd = (waves.sines @ imaginary.view(frequencies, -1)).view(differences, groups, channels, channels)
     even = (waves.cosines @ real.view(frequencies, -1)).view(odd.shape)
@@ -413,7 +499,8 @@ def _patch_moment(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0
         total = moment if total is None else total.add_(moment)
     assert total is not None, "split yields at least one part"
     channels, elements = x.shape[1] // groups, size // x.shape[1]
-    return total.view(groups, elements, channels, elements, channels).transpose(2, 3)
+    by_element: Tensor = total.view(groups, elements, channels, elements, channels).transpose(2, 3)
+    return by_element
 
 
 def _padded(x: Tensor, axes: Sequence[Axis]) -> Tensor:
