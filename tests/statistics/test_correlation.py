@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from natgrad.statistics import correlation
-from natgrad.statistics.correlation import Axis
+from natgrad.statistics.correlation import Axis, Way
 from natgrad.statistics.operations import Convolution
 
 
@@ -74,6 +74,44 @@ def test_equals_unfolded_patches(kernel: tuple[int, int], dilation: int, padding
         torch.testing.assert_close(sums[0], rows.sum(0), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 5), (1, 4), (1, 1)])
+def test_all_ways_to_correlations_agree(
+    kernel: tuple[int, int], dilation: int, way: Way, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
+    monkeypatch.setattr(correlation, "SPECTRUM_ELEMENTS", 1000)  # several parts
+    for size in ((9, 8), (4, 13), (1, 1)):
+        x = torch.randn(5, 2 * groups, *size).double()
+        axes = axes_of(convolution(kernel, padding=1, dilation=dilation), x)
+        found = correlation._correlations(x, axes, groups)
+        expected = torch.zeros_like(found)
+        wide = [(axis.reach, axis.reach) for axis in axes]
+        around = functional.pad(x, [*wide[1], *wide[0]])
+        rows = x.unflatten(1, (groups, -1))
+        number = 0
+        for i in range(2 * kernel[0] - 1):
+            for j in range(2 * kernel[1] - 1):
+                later = around[:, :, i * dilation :, j * dilation :][:, :, : size[0], : size[1]]
+                later = later.unflatten(1, (groups, -1))
+                expected[:, number] = torch.einsum("ngchw,ngdhw->gcd", rows, later)
+                number += 1
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [Way.SHIFTED, Way.SPECTRAL])
+def test_signals_by_each_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    conv = convolution((4,), padding=1, dilation=2, groups=2)
+    x = torch.randn(3, 4, 15).double()
+    expected = by_patches(conv, x)
+    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
+    torch.testing.assert_close(conv._correlated(x, homogeneous=False), expected, rtol=1e-12, atol=1e-12)
+
+
 @st.composite
 def geometries(draw: Any) -> tuple[Convolution, tuple[int, ...]]:
     dimensions = draw(st.integers(1, 3))
@@ -107,6 +145,36 @@ def test_equals_the_patch_path(
         factor = conv._correlated(x, homogeneous=homogeneous)
     correlation._price.cache_clear()
     torch.testing.assert_close(factor, by_patches(conv, x, homogeneous=homogeneous), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(geometry=geometries(), data=st.data(), homogeneous=st.booleans(), seed=st.integers(0, 1000))
+def test_strided_ones_as_their_phases(
+    geometry: tuple[Convolution, tuple[int, ...]], data: Any, homogeneous: bool, seed: int
+) -> None:
+    conv, shape = geometry
+    stride = tuple(data.draw(st.integers(1, 4)) for _ in conv.kernel)
+    conv = convolution(conv.kernel, padding=conv.padding, stride=stride, groups=conv.groups)
+    assume(max(stride) > 1 and min(conv.places(torch.Size(shape))) > 0)
+    torch.manual_seed(seed)
+    x = torch.randn(shape).double()
+    assume(min(axis.seen for axis in conv._phased(x)) > 0)
+    factor = conv._correlated(x, homogeneous=homogeneous)
+    torch.testing.assert_close(factor, by_patches(conv, x, homogeneous=homogeneous), rtol=1e-12, atol=1e-12)
+
+
+def test_strided_ones_use_phases_where_it_pays() -> None:
+    torch.manual_seed(0)
+    conv = convolution((3, 3), stride=2, padding=1)
+    x = torch.randn(128, 16, 32, 32)
+    assert conv._correlates(x)
+    (factor,) = conv.input_factors([x], homogeneous=True, diagonal=[False])
+    expected = by_patches(conv, x.double(), homogeneous=True)
+    torch.testing.assert_close(factor.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
+    assert not conv._correlates(x.double())
+    assert not convolution((3, 3), stride=2, dilation=2)._correlates(x)
+    # No place's patch sees a pixel.
+    assert not convolution((1, 1), stride=3, padding=1)._correlates(x[:, :, :1, :1])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -164,9 +232,11 @@ def test_input_factors_use_it_where_it_pays(dtype: torch.dtype, monkeypatch: pyt
     assert len(calls) == 1
 
 
-def test_small_eigenvalues_stay() -> None:
+@pytest.mark.parametrize("way", list(Way))
+def test_small_eigenvalues_stay(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taking the strips away from what is much larger must not cost more digits than the product itself does."""
     torch.manual_seed(0)
+    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
     x = torch.rand(32, 8, 10, 10) + 3  # a large mean: one large eigenvalue
     conv = convolution((3, 3))
     exact = by_patches(conv, x.double())

@@ -106,10 +106,7 @@ def commit(
     finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
     if usable is not None:
         finite = finite & usable.to(finite.device)
-    # Into the moments, which nobody needs any more: no third copy of all factors.
-    torch._foreach_add_(moments, [factor.sum for factor in moved], alpha=decay)
-    for factor, flag, total in zip(moved, finite.unbind(), moments, strict=True):
-        torch.where(flag, total, factor.sum, out=factor.sum)
+    _move_sums(moved, moments, finite, decay)
     weights = [factor.weight for factor in moved]
     raised = list(torch._foreach_mul(weights, decay))
     add_counts(raised, [factor.pending_rows for factor in moved])
@@ -118,6 +115,20 @@ def commit(
     for factor in moved:
         factor.discard()
     return finite
+
+
+def _move_sums(factors: Sequence[Factor], moments: list[Tensor], finite: Tensor, decay: float) -> None:
+    """S ← ξS + new where that is finite."""
+    if finite.device.type == "cpu":
+        # Nobody waits for an answer here, and one pass over memory is enough.
+        for factor, flag, moment in zip(factors, finite.tolist(), moments, strict=True):
+            if flag:
+                torch.add(moment, factor.sum, alpha=decay, out=factor.sum)
+        return
+    # Into the moments, which nobody needs any more: no third copy of all factors.
+    torch._foreach_add_(moments, [factor.sum for factor in factors], alpha=decay)
+    for factor, flag, total in zip(factors, finite.unbind(), moments, strict=True):
+        torch.where(flag, total, factor.sum, out=factor.sum)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 The factor is the sum over cases and places of patch patchᵀ. Were the image padded until no patch that sees a pixel is
 missing, the element of kernel offsets k and k' would depend on k' − k only: a 3 × 3 kernel has 25 differences (13 up to
-transposition) in place of 81 pairs, and all of them are one weight gradient of a convolution of the image with itself.
-What that counts too much are the places of the additional padding: strips along the borders, which see few pixels and
-not all of the kernel, that is, factors of smaller convolutions, to be taken away.
+transposition) in place of 81 pairs. What that counts too much are the places of the additional padding: strips along
+the borders, which see few pixels and not all of the kernel, that is, factors of smaller convolutions, to be taken away.
+
+The correlations themselves come in one of three ways (`Way`), whichever is cheapest: products of shifted copies, the
+weight gradient of a convolution of the image with itself, or products of Fourier coefficients, one a frequency instead
+of one a difference and pixel.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 
 import torch
 import torch.nn.functional as functional
@@ -30,6 +34,8 @@ _CHANNELS = 16
 # On the CPU patches are made for so few cases at a time that the memory of the last ones is used again: fresh pages for
 # all at once took half as long as the product.
 PATCH_ELEMENTS = 2**22
+# And Fourier coefficients.
+SPECTRUM_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True)
@@ -93,23 +99,31 @@ def strips(axis: Axis) -> Iterator[Strip]:
             yield Strip(part, slice(axis.pixels - pixels, None), slice(0, kernel))
 
 
-def missing(axes: tuple[Axis, ...]) -> Iterator[tuple[int, Strip, tuple[Axis, ...]]]:
-    """The places that all axes complete would add, each once: (axis, strip along it, axes of the strip).
+def missing(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Strip, ...], tuple[Axis, ...]]]:
+    """The places that all axes complete would add, each once: (axis, strips along it, axes of each of these strips).
 
-    Axes that come before the strip's are as they are, axes that come after it are complete.
+    Axes that come before the strips' are as they are, axes that come after it are complete. Opposite strips come
+    together where they are alike.
     """
     for i, axis in enumerate(axes):
-        for strip in strips(axis):
-            yield i, strip, (*axes[:i], strip.axis, *(later.complete for later in axes[i + 1 :]))
+        for own, alike in groupby(strips(axis), key=lambda strip: strip.axis):
+            yield i, tuple(alike), (*axes[:i], own, *(later.complete for later in axes[i + 1 :]))
+
+
+class Way(Enum):
+    """How correlations are made."""
+
+    SHIFTED = "products of shifted copies"
+    GRADIENT = "the weight gradient of a convolution"
+    SPECTRAL = "products of Fourier coefficients"
 
 
 def pays(x: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     """Whether correlations are cheaper than patches for x, (N, C, *pixels).
 
-    Batch 128, 3 × 3, padding 1, one core: 16 channels 32² 15 ms, patches 62 (105 with all of them at once); 32 channels
-    16² 12, 57; 64 channels 8² 13, 57; an image of 3 channels, 32², 2.9, 6.5. Even: 64 channels 2², or 8² without
-    padding; depthwise. Dearer: 1 × 1, and few cases (4 of 32 channels 8²: 1.2, 0.5). Convolutions in float64 are made
-    of patches themselves (112, 57).
+    Batch 128, 3 × 3, padding 1, one core: 16 channels 32² 11 ms, patches 62 (105 with all of them at once); 32 channels
+    16² 6.5, 57; 64 channels 8² 5.6, 57. Dearer: 1 × 1, and few cases. Not in float64, where only the weight gradient
+    has been measured (112, 57).
     """
     if x.dtype == torch.float64 or not axes:
         return False
@@ -121,16 +135,43 @@ def pays(x: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
 @lru_cache(maxsize=1024)
 def _price(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> int:
     """Of `correlated`, for all of a group's cases."""
-    pixels = math.prod(axis.pixels for axis in axes)
     elements = math.prod(axis.kernel for axis in axes)
-    each = max(channels, _CHANNELS) * math.prod(_taps(axes)) + 2 * _COPY
-    total = cases * pixels * channels * each + _COPY * (channels * elements) ** 2 + 4 * _CALL
-    for _, _, parts in missing(axes):
-        price = _patch_price(parts, cases, channels)
-        if depth < len(axes):
-            price = min(price, _price(parts, cases, channels, depth + 1))
-        total += price
+    total = min(price for price, _ in _ways(axes, cases, channels))
+    total += _COPY * (channels * elements) ** 2 + 2 * _CALL
+    for _, alike, parts in missing(axes):
+        total += min(price for price, _ in _strip_ways(parts, len(alike) * cases, channels, depth))
     return total
+
+
+def _ways(axes: tuple[Axis, ...], cases: int, channels: int) -> list[tuple[int, Way]]:
+    """What `_correlations` cost, either way."""
+    wide = max(channels, _CHANNELS)
+    taps = math.prod(2 * axis.kernel - 1 for axis in axes)
+    lengthened = cases * channels * math.prod(axis.pixels + axis.reach for axis in axes)
+    shifted = lengthened * ((taps // 2 + 1) * wide + _COPY) + (4 + taps // 2) * _CALL // 5
+    pixels = cases * channels * math.prod(axis.pixels for axis in axes)
+    gradient = pixels * (wide * math.prod(_taps(axes)) + 2 * _COPY) + 2 * _CALL
+    found = [(shifted, Way.SHIFTED), (gradient, Way.GRADIENT)]
+    if len(axes) <= 2:
+        rows, columns = _periods(axes)
+        height = axes[0].pixels if len(axes) == 2 else 1
+        transforms = columns * (height * (axes[-1].pixels + _COPY) + rows * (2 * height + _COPY))
+        products = rows * columns * (3 * wide // 2)
+        back = rows * columns * taps * channels**2
+        found.append((cases * channels * (transforms + products) + back + 2 * _CALL, Way.SPECTRAL))
+    return found
+
+
+def _strip_ways(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> list[tuple[int, bool]]:
+    """What a strip costs, and whether that is by correlations.
+
+    A strip's own strips, at `depth` 1, are the corners where paddings are usual. Long kernels without padding have
+    strips of strips as often as they have elements: further down there are patches only.
+    """
+    found = [(_patch_price(axes, cases, channels), False)]
+    if depth < len(axes):
+        found.append((_price(axes, cases, channels, depth + 1), True))
+    return found
 
 
 def _patch_price(axes: tuple[Axis, ...], cases: int, channels: int) -> int:
@@ -138,10 +179,98 @@ def _patch_price(axes: tuple[Axis, ...], cases: int, channels: int) -> int:
     return cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
 
 
+@dataclass(frozen=True)
+class Phased:
+    """One axis of a convolution with a stride, as one with stride 1 of the image's phases, which become channels.
+
+    Kernel element k is on pixel k − padding of the first place: of the phase that is left of this by the stride, and
+    there at the offset that the stride goes into it.
+    """
+
+    pixels: int
+    kernel: int
+    stride: int
+    padding: int
+
+    @property
+    def places(self) -> int:
+        """How many patches there are."""
+        return (self.pixels + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def seen(self) -> int:
+        """How many of the pixels are in a patch or before one that is."""
+        return max(0, min(self.pixels, (self.places - 1) * self.stride + self.kernel - self.padding))
+
+    @property
+    def axis(self) -> Axis:
+        """Of each phase."""
+        first = -(self.padding // -self.stride)
+        kernel = (self.kernel - 1 - self.padding) // self.stride + first + 1
+        pixels = -(self.seen // -self.stride)
+        return Axis(pixels, kernel, 1, first, self.places + kernel - 1 - pixels - first)
+
+    @property
+    def elements(self) -> list[tuple[int, int]]:
+        """(offset, phase) of each element of the kernel."""
+        first = -(self.padding // -self.stride) * self.stride
+        return [divmod(k - self.padding + first, self.stride) for k in range(self.kernel)]
+
+
+def phases_pay(x: Tensor, axes: tuple[Phased, ...], groups: int) -> bool:
+    """Whether `phased_moment` is cheaper than patches for x, (N, C, *pixels).
+
+    Batch 128, 3 × 3 with stride 2, one core: 16 channels 32² 15 ms, patches 19; 32 channels 16² 15, 18; 64 channels 8²
+    30, 23.
+    """
+    if x.dtype == torch.float64 or not axes or min(axis.seen for axis in axes) < 1:
+        return False
+    cases, channels = x.shape[0] * groups, x.shape[1] // groups
+    visible = tuple(axis.axis.visible for axis in axes)
+    copied = cases * channels * math.prod(axis.seen for axis in axes) * _COPY
+    price = copied + _price(visible, cases, channels * math.prod(axis.stride for axis in axes), 0)
+    size = channels * math.prod(axis.kernel for axis in axes)
+    patches = cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
+    return price < patches
+
+
+def phased_moment(x: Tensor, axes: tuple[Phased, ...], groups: int) -> Tensor:
+    """`second_moment` for a convolution with strides."""
+    x = x.to(accumulation_dtype(x.dtype))[(slice(None), slice(None), *(slice(axis.seen) for axis in axes))]
+    short = [-axis.seen % axis.stride for axis in axes]
+    if any(short):
+        x = functional.pad(x, [zeros for end in reversed(short) for zeros in (0, end)])
+    cases, channels = x.shape[0], x.shape[1] // groups
+    split = x.reshape(*x.shape[:2], *(n for axis in axes for n in (axis.axis.pixels, axis.stride)))
+    order = [*range(3, split.dim(), 2), *range(2, split.dim(), 2)]
+    images = split.permute(0, 1, *order).reshape(cases, -1, *(axis.axis.pixels for axis in axes))
+    pairs = correlated(images, tuple(axis.axis.visible for axis in axes), groups)
+    offsets, phases = _elements(axes, x.device)
+    size = math.prod(axis.stride for axis in axes)
+    pairs = pairs.view(*pairs.shape[:3], channels, size, channels, size).permute(1, 4, 2, 6, 0, 3, 5)
+    # (kernel, kernel, groups, channels, channels)
+    some = pairs[offsets[:, None], phases[:, None], offsets, phases]
+    moment = some.permute(2, 3, 0, 4, 1)
+    return moment.reshape(groups, channels * len(offsets), -1)
+
+
+@lru_cache(maxsize=64)
+def _elements(axes: tuple[Phased, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Offset and phase of each element of the kernel, all axes flattened."""
+    offsets = phases = torch.zeros(1, dtype=torch.int64)
+    for axis in axes:
+        offset, phase = torch.tensor(axis.elements).unbind(1)
+        offsets = (offsets[:, None] * axis.axis.kernel + offset).flatten()
+        phases = (phases[:, None] * axis.stride + phase).flatten()
+    return offsets.to(device), phases.to(device)
+
+
 def second_moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     """Sum over cases and places of patch patchᵀ: (N, C, *pixels) → (groups, n, n) with n = C / groups · kernel."""
     x = x.to(accumulation_dtype(x.dtype))
-    return correlated(x, tuple(axis.visible for axis in axes), groups)
+    pairs = correlated(x, tuple(axis.visible for axis in axes), groups)
+    size = pairs.shape[1] * pairs.shape[3]
+    return pairs.permute(0, 3, 1, 4, 2).reshape(groups, size, size)
 
 
 def patch_sums(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
@@ -155,26 +284,37 @@ def patch_sums(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
 
 
 def correlated(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0) -> Tensor:
-    """`second_moment` for visible axes: all places that see a pixel, less those that are not there.
-
-    A strip's own strips, at `depth` 1, are the corners where paddings are usual. Long kernels without padding have
-    strips of strips as often as they have elements: further down there are patches only.
+    """`second_moment` for visible axes, as (groups, kernel, kernel, C / groups, C / groups): all places that see a
+    pixel, less those that are not there.
     """
     cases, channels = x.shape[0] * groups, x.shape[1] // groups
-    kernel = [axis.kernel for axis in axes]
-    moment = _all_pairs(_correlations(x, axes, groups), kernel)
-    pairs = moment.view(groups, channels, *kernel, channels, *kernel)
-    for i, strip, parts in missing(axes):
-        part = x[(slice(None),) * (2 + i) + (strip.crop,)]
-        patches = _patch_price(parts, cases, channels)
-        if depth < len(axes) and _price(parts, cases, channels, depth + 1) < patches:
-            less = correlated(part, parts, groups, depth + 1)
-        else:
-            less = _patch_moment(part, parts, groups)
-        some = (slice(None),) * (1 + i) + (strip.elements,) + (slice(None),) * (len(axes) - 1 - i)
-        where = pairs[(slice(None), *some, *some)]
-        where.sub_(less.view(where.shape))
-    return moment
+    kernel = tuple(axis.kernel for axis in axes)
+    found = _correlations(x, axes, groups).index_select(1, _differences(kernel, x.device))
+    elements = math.prod(kernel)
+    by_element = found.view(groups, *kernel, *kernel, channels, channels)
+    for i, alike, parts in missing(axes):
+        crops = [x[(slice(None),) * (2 + i) + (strip.crop,)] for strip in alike]
+        part = crops[0] if len(crops) == 1 else torch.cat(crops, 1)
+        _, again = min(_strip_ways(parts, len(alike) * cases, channels, depth))
+        make = correlated if again else _patch_moment
+        less = make(part, parts, groups * len(alike), depth + 1)
+        for strip, one in zip(alike, less.split(groups), strict=True):
+            some = (slice(None),) * i + (strip.elements,) + (slice(None),) * (len(axes) - 1 - i)
+            where = by_element[(slice(None), *some, *some)]
+            where.sub_(one.reshape(where.shape))
+    return found.view(groups, elements, elements, channels, channels)
+
+
+@lru_cache(maxsize=64)
+def _differences(kernel: tuple[int, ...], device: torch.device) -> Tensor:
+    """For all pairs of kernel elements k and k' where k' − k is among the differences, all axes flattened."""
+    index = torch.zeros((), dtype=torch.int64).expand([1] * 2 * len(kernel))
+    for i, size in enumerate(kernel):
+        elements = torch.arange(size)
+        own = elements - elements[:, None] + size - 1
+        shape = [size if axis in (i, len(kernel) + i) else 1 for axis in range(2 * len(kernel))]
+        index = index * (2 * size - 1) + own.view(shape)
+    return index.flatten().to(device)
 
 
 def _taps(axes: Sequence[Axis]) -> list[int]:
@@ -189,10 +329,119 @@ def _halved(axes: Sequence[Axis]) -> int:
     return max(range(len(axes)), key=lambda i: axes[i].kernel)
 
 
-def _correlations(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """(groups, C / groups, C / groups, *(2 · kernel − 1)): for each difference d of offsets the sum over cases and
-    pixels u of x[u] x[u + d]ᵀ.
+def _correlations(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """(groups, differences, C / groups, C / groups): for each difference d of offsets, 2 · kernel − 1 an axis, the sum
+    over cases and pixels u of x[u] x[u + d]ᵀ.
     """
+    _, way = min(_ways(axes, x.shape[0] * groups, x.shape[1] // groups), key=lambda one: one[0])
+    make = {Way.SHIFTED: _by_shifts, Way.GRADIENT: _by_gradient, Way.SPECTRAL: _by_frequency}[way]
+    return make(x, axes, groups)
+
+
+def _by_shifts(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """With enough zeros after each axis, a difference is an offset in the flattened image."""
+    cases, channels = x.shape[0], x.shape[1] // groups
+    sizes = [axis.pixels + axis.reach for axis in axes]
+    rows = x.new_zeros(groups * channels, cases, *sizes)
+    rows[(slice(None), slice(None), *(slice(axis.pixels) for axis in axes))] = x.transpose(0, 1)
+    rows = rows.view(groups, channels, -1)
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    differences = product(*(range(1 - axis.kernel, axis.kernel) for axis in axes))
+    offsets = [
+        sum(d * axis.dilation * stride for d, axis, stride in zip(difference, axes, strides, strict=True))
+        for difference in differences
+    ]
+    result = x.new_empty(groups, len(offsets), channels, channels)
+    for i in range(len(offsets) // 2, len(offsets)):
+        one = rows[..., : rows.shape[2] - offsets[i]] @ rows[..., offsets[i] :].mT
+        result[:, i] = one
+        result[:, len(offsets) - 1 - i] = one.mT
+    return result
+
+
+def _periods(axes: Sequence[Axis]) -> tuple[int, int]:
+    """Rows and columns of the torus on which the image does not meet itself: columns are even in number."""
+    columns = axes[-1].pixels + axes[-1].reach
+    return axes[0].pixels + axes[0].reach if len(axes) == 2 else 1, columns + columns % 2
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Cosines and sines of an image's frequencies. Along rows of pixels they are odd multiples of half a turn, so that
+    each has another one as its conjugate, and half of them are enough.
+    """
+
+    along: Tensor  # (columns / 2 · (cosine, −sine), pixels)
+    real: Tensor  # what the other axis makes of a real part: (rows · (real, imaginary), pixels)
+    imaginary: Tensor  # and of an imaginary one
+    cosines: Tensor  # (differences, frequencies), to go back
+    sines: Tensor
+
+
+@lru_cache(maxsize=64)
+def _waves(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Waves:
+    rows, columns = _periods(axes)
+
+    def angles(odd: bool, places: Tensor) -> Tensor:
+        # In whole numbers up to a turn: exact also for many pixels.
+        period = columns if odd else rows
+        turns = 2 * torch.arange(period // 2) + 1 if odd else 2 * torch.arange(period)
+        return ((turns[:, None] * places) % (2 * period)).double() * (math.pi / period)
+
+    def interleaved(first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack([first, second], 1).flatten(0, 1)
+
+    def differences(axis: Axis) -> Tensor:
+        return axis.dilation * torch.arange(1 - axis.kernel, axis.kernel)
+
+    first = axes[0] if len(axes) == 2 else Axis(1, 1, 1, 0, 0)
+    along = angles(True, torch.arange(axes[-1].pixels))
+    across = angles(False, torch.arange(first.pixels))
+    back = angles(True, differences(axes[-1]))[:, None, None, :] + angles(False, differences(first))[:, :, None]
+    back = back.flatten(0, 1).flatten(1).mT
+    scale = 2 / (rows * columns)
+    matrices = (
+        interleaved(along.cos(), -along.sin()),
+        interleaved(across.cos(), -across.sin()),
+        interleaved(across.sin(), across.cos()),
+        scale * back.cos(),
+        scale * back.sin(),
+    )
+    return Waves(*(matrix.to(device, dtype).contiguous() for matrix in matrices))
+
+
+def _by_frequency(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """Wiener–Khinchin: r(d) is the inverse transform of z zᴴ, whose real part is symmetric and whose imaginary part is
+    i rᵀ − r iᵀ. Transforms are products with matrices, which leave the frequencies as the first axis.
+    """
+    channels = x.shape[1] // groups
+    waves = _waves(axes, x.dtype, x.device)
+    height = axes[0].pixels if len(axes) == 2 else 1
+    frequencies = waves.cosines.shape[1]
+    at_once = max(1, SPECTRUM_ELEMENTS // (2 * frequencies * x.shape[1]))
+    sums: tuple[Tensor, Tensor] | None = None
+    for part in x.split(at_once):
+        images = part.shape[0] * part.shape[1]
+        half = (waves.along @ part.reshape(images * height, -1).mT).view(-1, 2, images, height)
+        whole = torch.matmul(waves.real, half[:, 0].mT)
+        whole.baddbmm_(waves.imaginary.expand(len(whole), -1, -1), half[:, 1].mT)
+        z = whole.view(frequencies, 2 * part.shape[0], groups, channels).transpose(1, 2).flatten(0, 1)
+        first, second = z.chunk(2, 1)
+        if sums is None:
+            sums = z.mT @ z, second.mT @ first
+        else:
+            sums[0].baddbmm_(z.mT, z)
+            sums[1].baddbmm_(second.mT, first)
+    assert sums is not None, "split yields at least one part"
+    real, imaginary = sums
+    differences = len(waves.cosines)
+    odd = (waves.sines @ imaginary.view(frequencies, -1)).view(differences, groups, channels, channels)
+    even = (waves.cosines @ real.view(frequencies, -1)).view(odd.shape)
+    return even.add_(odd).sub_(odd.mT).transpose(0, 1)
+
+
+def _by_gradient(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """As a weight gradient, with the negative differences of one axis as transposes of the others."""
     half = _halved(axes)
     padding = [0 if i == half else axis.reach for i, axis in enumerate(axes)]
     dilation = [axis.dilation for axis in axes]
@@ -219,7 +468,7 @@ def _correlations(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     )[1]
     sums = result.reshape(groups, channels, channels, *taps[-len(axes) :])
     negative = sums.narrow(3 + half, 1, axes[half].kernel - 1).flip(list(range(3, 3 + len(axes)))).transpose(1, 2)
-    return torch.cat([negative, sums], dim=3 + half)
+    return torch.cat([negative, sums], dim=3 + half).flatten(3).permute(0, 3, 1, 2)
 
 
 def _lengthened(x: Tensor, axis: int, zeros: int, layout: torch.memory_format) -> Tensor:
@@ -233,18 +482,7 @@ def _lengthened(x: Tensor, axis: int, zeros: int, layout: torch.memory_format) -
     return result
 
 
-def _all_pairs(correlations: Tensor, kernel: Sequence[int]) -> Tensor:
-    """Correlations by difference k' − k → the matrix (groups, channels · k, channels · k')."""
-    groups, channels = correlations.shape[:2]
-    pairs = correlations.new_empty(groups, channels, *kernel, channels, *kernel)
-    for element in product(*(range(size) for size in kernel)):
-        differences = [slice(n - 1 - k, 2 * n - 1 - k) for k, n in zip(element, kernel, strict=True)]
-        first: tuple[slice | int, ...] = (slice(None), slice(None), *element)
-        pairs[first] = correlations[(slice(None),) * 3 + tuple(differences)]
-    return pairs.flatten(1 + len(kernel) + 1).flatten(1, 1 + len(kernel))
-
-
-def _patch_moment(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+def _patch_moment(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0) -> Tensor:
     """`correlated` by patches, for strips too small for anything else."""
     size = x.shape[1] * math.prod(axis.kernel for axis in axes)
     at_once = max(1, PATCH_ELEMENTS // (size * math.prod(axis.places for axis in axes)))
@@ -254,11 +492,15 @@ def _patch_moment(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
         for i, axis in enumerate(axes, 2):
             patches = patches.unfold(i, axis.reach + 1, 1)[..., :: axis.dilation]
         ends = range(2 + len(axes), 2 + 2 * len(axes))
-        rows = patches.permute(1, *ends, 0, *range(2, 2 + len(axes))).reshape(groups, size // groups, -1)
+        places = range(3, 3 + len(axes))
+        patches = patches.unflatten(1, (groups, -1)).permute(1, *(end + 1 for end in ends), 2, 0, *places)
+        rows = patches.reshape(groups, size // groups, -1)
         moment = rows @ rows.mT
         total = moment if total is None else total.add_(moment)
     assert total is not None, "split yields at least one part"
-    return total
+    channels, elements = x.shape[1] // groups, size // x.shape[1]
+    by_element: Tensor = total.view(groups, elements, channels, elements, channels).transpose(2, 3)
+    return by_element
 
 
 def _padded(x: Tensor, axes: Sequence[Axis]) -> Tensor:

@@ -239,22 +239,28 @@ class Convolution:
         geometry = zip(x.shape[2:], self.kernel, self.dilation, self.padding, self.padding, strict=True)
         return tuple(correlation.Axis(*numbers) for numbers in geometry)
 
-    def _correlates(self, x: Tensor) -> bool:
-        """Whether the factor is cheaper without patches. Not asked on a GPU, where it would be sixty launches.
+    def _phased(self, x: Tensor) -> tuple[correlation.Phased, ...]:
+        geometry = zip(x.shape[2:], self.kernel, self.stride, self.padding, strict=True)
+        return tuple(correlation.Phased(*numbers) for numbers in geometry)
 
-        Strided ones are left to patches: as correlations of phases, 3 × 3 with stride 2 takes 24 products of channels
-        a pixel, patches 20.
-        """
-        plain = not self.transposed and all(stride == 1 for stride in self.stride)
-        return plain and correlation.pays(x, self._axes(x), self.groups)
+    def _correlates(self, x: Tensor) -> bool:
+        """Whether the factor is cheaper without patches. Not asked on a GPU, where it would be sixty launches."""
+        if self.transposed:
+            return False
+        if all(stride == 1 for stride in self.stride):
+            return correlation.pays(x, self._axes(x), self.groups)
+        plain = all(dilation == 1 for dilation in self.dilation)
+        return plain and correlation.phases_pay(x, self._phased(x), self.groups)
 
     def _correlated(self, x: Tensor, *, homogeneous: bool) -> Tensor:
-        axes = self._axes(x)
-        moment = correlation.second_moment(x, axes, self.groups)
-        if not homogeneous:
-            return moment
+        if all(stride == 1 for stride in self.stride):
+            moment = correlation.second_moment(x, axes := self._axes(x), self.groups)
+            sums = correlation.patch_sums(x, axes, self.groups) if homogeneous else None
+        else:
+            moment = correlation.phased_moment(x, self._phased(x), self.groups)
+            sums = self._summed_patches(x).sum(1) if homogeneous else None
         count = x.shape[0] * math.prod(self.places(x.shape))
-        return bordered(moment, correlation.patch_sums(x, axes, self.groups), count)
+        return moment if sums is None else bordered(moment, sums, count)
 
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel)."""
