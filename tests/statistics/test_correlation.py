@@ -49,11 +49,11 @@ def unfolded(conv: Convolution, x: Tensor) -> Tensor:
 @pytest.fixture(params=["as it is", "correlations of strips", "patches of strips"])
 def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Small images would have the borders always done by patches."""
-    calls = {"as it is": correlation._CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
-    monkeypatch.setattr(correlation, "_CALL", calls[request.param])
-    correlation._price.cache_clear()
+    calls = {"as it is": correlation.CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
+    monkeypatch.setattr(correlation, "CALL", calls[request.param])
+    correlation.price.cache_clear()
     yield
-    correlation._price.cache_clear()
+    correlation.price.cache_clear()
 
 
 @pytest.mark.usefixtures("prices")
@@ -140,10 +140,10 @@ def test_equals_the_patch_path(
     x = torch.randn(shape).double()
     with pytest.MonkeyPatch.context() as patch:
         if cheap_calls:
-            patch.setattr(correlation, "_CALL", -(10**9))
-        correlation._price.cache_clear()
+            patch.setattr(correlation, "CALL", -(10**9))
+        correlation.price.cache_clear()
         factor = conv._correlated(x, homogeneous=homogeneous)
-    correlation._price.cache_clear()
+    correlation.price.cache_clear()
     torch.testing.assert_close(factor, by_patches(conv, x, homogeneous=homogeneous), rtol=1e-12, atol=1e-12)
 
 

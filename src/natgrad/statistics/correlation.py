@@ -25,10 +25,10 @@ from torch import Tensor
 
 from natgrad.statistics.gram import accumulation_dtype
 
-# The prices of `_price`, in multiply-adds of a good matrix product (measured on one AVX-512 core, float32): to copy an
+# The prices of `price`, in multiply-adds of a good matrix product (measured on one AVX-512 core, float32): to copy an
 # element into a patch or a layout, and to call an operator.
-_COPY = 40
-_CALL = 5_000_000
+COPY = 40
+CALL = 5_000_000
 # Weight gradients of few channels a group cost as much as this many.
 _CHANNELS = 16
 # On the CPU patches are made for so few cases at a time that the memory of the last ones is used again: fresh pages for
@@ -129,15 +129,15 @@ def pays(x: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
         return False
     channels = x.shape[1] // groups
     cases = x.shape[0] * groups
-    return _price(tuple(axis.visible for axis in axes), cases, channels, 0) < _patch_price(axes, cases, channels)
+    return price(tuple(axis.visible for axis in axes), cases, channels, 0) < _patch_price(axes, cases, channels)
 
 
 @lru_cache(maxsize=1024)
-def _price(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> int:
+def price(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> int:
     """Of `correlated`, for all of a group's cases."""
     elements = math.prod(axis.kernel for axis in axes)
     total = min(price for price, _ in _ways(axes, cases, channels))
-    total += _COPY * (channels * elements) ** 2 + 2 * _CALL
+    total += COPY * (channels * elements) ** 2 + 2 * CALL
     for _, alike, parts in missing(axes):
         total += min(price for price, _ in _strip_ways(parts, len(alike) * cases, channels, depth))
     return total
@@ -148,17 +148,17 @@ def _ways(axes: tuple[Axis, ...], cases: int, channels: int) -> list[tuple[int, 
     wide = max(channels, _CHANNELS)
     taps = math.prod(2 * axis.kernel - 1 for axis in axes)
     lengthened = cases * channels * math.prod(axis.pixels + axis.reach for axis in axes)
-    shifted = lengthened * ((taps // 2 + 1) * wide + _COPY) + (4 + taps // 2) * _CALL // 5
+    shifted = lengthened * ((taps // 2 + 1) * wide + COPY) + (4 + taps // 2) * CALL // 5
     pixels = cases * channels * math.prod(axis.pixels for axis in axes)
-    gradient = pixels * (wide * math.prod(_taps(axes)) + 2 * _COPY) + 2 * _CALL
+    gradient = pixels * (wide * math.prod(_taps(axes)) + 2 * COPY) + 2 * CALL
     found = [(shifted, Way.SHIFTED), (gradient, Way.GRADIENT)]
     if len(axes) <= 2:
         rows, columns = _periods(axes)
         height = axes[0].pixels if len(axes) == 2 else 1
-        transforms = columns * (height * (axes[-1].pixels + _COPY) + rows * (2 * height + _COPY))
+        transforms = columns * (height * (axes[-1].pixels + COPY) + rows * (2 * height + COPY))
         products = rows * columns * (3 * wide // 2)
         back = rows * columns * taps * channels**2
-        found.append((cases * channels * (transforms + products) + back + 2 * _CALL, Way.SPECTRAL))
+        found.append((cases * channels * (transforms + products) + back + 2 * CALL, Way.SPECTRAL))
     return found
 
 
@@ -170,99 +170,13 @@ def _strip_ways(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -
     """
     found = [(_patch_price(axes, cases, channels), False)]
     if depth < len(axes):
-        found.append((_price(axes, cases, channels, depth + 1), True))
+        found.append((price(axes, cases, channels, depth + 1), True))
     return found
 
 
 def _patch_price(axes: tuple[Axis, ...], cases: int, channels: int) -> int:
     size = channels * math.prod(axis.kernel for axis in axes)
-    return cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
-
-
-@dataclass(frozen=True)
-class Phased:
-    """One axis of a convolution with a stride, as one with stride 1 of the image's phases, which become channels.
-
-    Kernel element k is on pixel k − padding of the first place: of the phase that is left of this by the stride, and
-    there at the offset that the stride goes into it.
-    """
-
-    pixels: int
-    kernel: int
-    stride: int
-    padding: int
-
-    @property
-    def places(self) -> int:
-        """How many patches there are."""
-        return (self.pixels + 2 * self.padding - self.kernel) // self.stride + 1
-
-    @property
-    def seen(self) -> int:
-        """How many of the pixels are in a patch or before one that is."""
-        return max(0, min(self.pixels, (self.places - 1) * self.stride + self.kernel - self.padding))
-
-    @property
-    def axis(self) -> Axis:
-        """Of each phase."""
-        first = -(self.padding // -self.stride)
-        kernel = (self.kernel - 1 - self.padding) // self.stride + first + 1
-        pixels = -(self.seen // -self.stride)
-        return Axis(pixels, kernel, 1, first, self.places + kernel - 1 - pixels - first)
-
-    @property
-    def elements(self) -> list[tuple[int, int]]:
-        """(offset, phase) of each element of the kernel."""
-        first = -(self.padding // -self.stride) * self.stride
-        return [divmod(k - self.padding + first, self.stride) for k in range(self.kernel)]
-
-
-def phases_pay(x: Tensor, axes: tuple[Phased, ...], groups: int) -> bool:
-    """Whether `phased_moment` is cheaper than patches for x, (N, C, *pixels).
-
-    Batch 128, 3 × 3 with stride 2, one core: 16 channels 32² 15 ms, patches 19; 32 channels 16² 15, 18; 64 channels 8²
-    30, 23.
-    """
-    if x.dtype == torch.float64 or not axes or min(axis.seen for axis in axes) < 1:
-        return False
-    cases, channels = x.shape[0] * groups, x.shape[1] // groups
-    visible = tuple(axis.axis.visible for axis in axes)
-    copied = cases * channels * math.prod(axis.seen for axis in axes) * _COPY
-    price = copied + _price(visible, cases, channels * math.prod(axis.stride for axis in axes), 0)
-    size = channels * math.prod(axis.kernel for axis in axes)
-    patches = cases * math.prod(axis.places for axis in axes) * size * (size + _COPY) + 2 * _CALL
-    return price < patches
-
-
-def phased_moment(x: Tensor, axes: tuple[Phased, ...], groups: int) -> Tensor:
-    """`second_moment` for a convolution with strides."""
-    x = x.to(accumulation_dtype(x.dtype))[(slice(None), slice(None), *(slice(axis.seen) for axis in axes))]
-    short = [-axis.seen % axis.stride for axis in axes]
-    if any(short):
-        x = functional.pad(x, [zeros for end in reversed(short) for zeros in (0, end)])
-    cases, channels = x.shape[0], x.shape[1] // groups
-    split = x.reshape(*x.shape[:2], *(n for axis in axes for n in (axis.axis.pixels, axis.stride)))
-    order = [*range(3, split.dim(), 2), *range(2, split.dim(), 2)]
-    images = split.permute(0, 1, *order).reshape(cases, -1, *(axis.axis.pixels for axis in axes))
-    pairs = correlated(images, tuple(axis.axis.visible for axis in axes), groups)
-    offsets, phases = _elements(axes, x.device)
-    size = math.prod(axis.stride for axis in axes)
-    pairs = pairs.view(*pairs.shape[:3], channels, size, channels, size).permute(1, 4, 2, 6, 0, 3, 5)
-    # (kernel, kernel, groups, channels, channels)
-    some = pairs[offsets[:, None], phases[:, None], offsets, phases]
-    moment = some.permute(2, 3, 0, 4, 1)
-    return moment.reshape(groups, channels * len(offsets), -1)
-
-
-@lru_cache(maxsize=64)
-def _elements(axes: tuple[Phased, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Offset and phase of each element of the kernel, all axes flattened."""
-    offsets = phases = torch.zeros(1, dtype=torch.int64)
-    for axis in axes:
-        offset, phase = torch.tensor(axis.elements).unbind(1)
-        offsets = (offsets[:, None] * axis.axis.kernel + offset).flatten()
-        phases = (phases[:, None] * axis.stride + phase).flatten()
-    return offsets.to(device), phases.to(device)
+    return cases * math.prod(axis.places for axis in axes) * size * (size + COPY) + 2 * CALL
 
 
 def second_moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:

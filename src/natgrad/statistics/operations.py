@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.statistics import correlation, gpu
+from natgrad.statistics import correlation, gpu, phases
 from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
 
@@ -239,9 +239,9 @@ class Convolution:
         geometry = zip(x.shape[2:], self.kernel, self.dilation, self.padding, self.padding, strict=True)
         return tuple(correlation.Axis(*numbers) for numbers in geometry)
 
-    def _phased(self, x: Tensor) -> tuple[correlation.Phased, ...]:
+    def _phased(self, x: Tensor) -> tuple[phases.Phased, ...]:
         geometry = zip(x.shape[2:], self.kernel, self.stride, self.padding, strict=True)
-        return tuple(correlation.Phased(*numbers) for numbers in geometry)
+        return tuple(phases.Phased(*numbers) for numbers in geometry)
 
     def _correlates(self, x: Tensor) -> bool:
         """Whether the factor is cheaper without patches. Not asked on a GPU, where it would be sixty launches."""
@@ -250,14 +250,14 @@ class Convolution:
         if all(stride == 1 for stride in self.stride):
             return correlation.pays(x, self._axes(x), self.groups)
         plain = all(dilation == 1 for dilation in self.dilation)
-        return plain and correlation.phases_pay(x, self._phased(x), self.groups)
+        return plain and phases.pays(x, self._phased(x), self.groups)
 
     def _correlated(self, x: Tensor, *, homogeneous: bool) -> Tensor:
         if all(stride == 1 for stride in self.stride):
             moment = correlation.second_moment(x, axes := self._axes(x), self.groups)
             sums = correlation.patch_sums(x, axes, self.groups) if homogeneous else None
         else:
-            moment = correlation.phased_moment(x, self._phased(x), self.groups)
+            moment = phases.second_moment(x, self._phased(x), self.groups)
             sums = self._summed_patches(x).sum(1) if homogeneous else None
         count = x.shape[0] * math.prod(self.places(x.shape))
         return moment if sums is None else bordered(moment, sums, count)
