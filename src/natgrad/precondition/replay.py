@@ -7,6 +7,7 @@ refreshed in place, and the next replay sees them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -15,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.errors import NatgradWarning
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.rates import LearningRate, Rates, mapped
 from natgrad.precondition.stack import Stack
@@ -100,9 +102,14 @@ class Replay:
                 return None
             try:
                 self._captured = _Captured(work, gradients, numbers.values, finite, replace)
-            except RuntimeError:  # whatever a graph cannot hold: the gradients have not been touched
+            except RuntimeError as error:  # whatever a graph cannot hold: the gradients have not been touched
                 self._works = False
                 self.clear()
+                warnings.warn(
+                    f"natgrad: steps go on without a CUDA graph, which could not be made ({error})",
+                    NatgradWarning,
+                    stacklevel=2,
+                )
                 return None
         return self._captured.replay(gradients, numbers.values, finite)
 
