@@ -249,32 +249,36 @@ def train(
     seed: int,
     device: Device,
     tick: Callable[[int], None],
+    variant: Variant | None = None,
 ) -> Run:
-    """All epochs of one variant. `data` is the padded training set and the test set."""
+    """All epochs of one variant, by default of that name. `data` is the padded training set and the test set."""
     images, test = data
     per_epoch = len(images) // settings.batch
     generator = torch.Generator(device.torch).manual_seed(seed)
-    training = Training(VARIANTS[name], settings, seed=seed, steps=settings.epochs * per_epoch, device=device)
+    steps = settings.epochs * per_epoch
+    training = Training(VARIANTS[name] if variant is None else variant, settings, seed=seed, steps=steps, device=device)
     run = Run(variant=name, seed=seed)
     seconds = 0.0
-    for _ in range(settings.epochs):
-        start = device.now()
-        total = torch.zeros((), device=device.torch)
-        for pixels, labels in batches(shuffled_crops(images, generator), settings.batch):
-            total += training.step(pixels, labels)
-            tick(1)
-        seconds += device.now() - start
-        loss, error = training.test(test)
-        run.train_loss.append(total.item() / per_epoch)
-        run.test_loss.append(loss)
-        run.test_error.append(error)
-        run.seconds.append(round(seconds, 3))
-        if training.kfac is not None:
-            metrics = training.kfac.metrics()
-            run.clip_factor.append(float(metrics["clip_factor"] or 0.0))
-            names = ("rejected_statistics", "failed_decompositions", "skipped_steps")
-            run.trouble = {name: float(metrics[name] or 0) for name in names if metrics[name]}
-    training.close()
+    try:
+        for _ in range(settings.epochs):
+            start = device.now()
+            total = torch.zeros((), device=device.torch)
+            for pixels, labels in batches(shuffled_crops(images, generator), settings.batch):
+                total += training.step(pixels, labels)
+                tick(1)
+            seconds += device.now() - start
+            loss, error = training.test(test)
+            run.train_loss.append(total.item() / per_epoch)
+            run.test_loss.append(loss)
+            run.test_error.append(error)
+            run.seconds.append(round(seconds, 3))
+            if training.kfac is not None:
+                metrics = training.kfac.metrics()
+                run.clip_factor.append(float(metrics["clip_factor"] or 0.0))
+                names = ("rejected_statistics", "failed_decompositions", "skipped_steps")
+                run.trouble = {name: float(metrics[name] or 0) for name in names if metrics[name]}
+    finally:
+        training.close()
     return run
 
 

@@ -26,19 +26,17 @@ import torch
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks import cifar10
 from benchmarks.approximations.common import facts, progress_bar, text_table
 from benchmarks.cifar10 import (
     MODELS,
     Images,
     Run,
     Settings,
-    Training,
     Variant,
-    batches,
     label_powers,
     load,
     padded,
-    shuffled_crops,
 )
 from benchmarks.laps import background_ended
 from benchmarks.overlap.common import set_style, write
@@ -80,34 +78,9 @@ def train(
     tick: Callable[[int], None] = lambda count: None,
 ) -> Run:
     """All epochs of one variant. `data` is the padded training set and the test set."""
-    images, test = data
-    per_epoch = len(images) // settings.batch
-    generator = torch.Generator(device.torch).manual_seed(seed)
-    run = Run(variant=name, seed=seed)
-    seconds = 0.0
     with in_variant(name, device) as options, background_ended():
         variant = Variant(label=LABELS[name], colour=COLOURS[name], kfac=options)
-        training = Training(variant, settings, seed=seed, steps=settings.epochs * per_epoch, device=device)
-        try:
-            for _ in range(settings.epochs):
-                start = device.now()
-                total = torch.zeros((), device=device.torch)
-                for pixels, labels in batches(shuffled_crops(images, generator), settings.batch):
-                    total += training.step(pixels, labels)
-                    tick(1)
-                seconds += device.now() - start
-                loss, error = training.test(test)
-                run.train_loss.append(total.item() / per_epoch)
-                run.test_loss.append(loss)
-                run.test_error.append(error)
-                run.seconds.append(round(seconds, 3))
-            assert training.kfac is not None, "both variants have one"
-            metrics = training.kfac.metrics()
-            names = ("rejected_statistics", "failed_decompositions", "skipped_steps")
-            run.trouble = {name: float(metrics[name] or 0) for name in names if metrics[name]}
-        finally:
-            training.close()
-    return run
+        return cifar10.train(name, settings, data, seed=seed, device=device, tick=tick, variant=variant)
 
 
 # Comparing

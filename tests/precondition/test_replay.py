@@ -116,6 +116,8 @@ def test_learning_rates_of_groups_and_on_the_device() -> None:
         kfac.attach(optimizer)
         for step in range(8):
             rate.fill_(0.05 / (1 + step))
+            if step == 6:  # a number in its place
+                optimizer.param_groups[1]["lr"] = 0.01
             optimizer.zero_grad()
             functional.cross_entropy(model(x), y).backward()
             optimizer.step()

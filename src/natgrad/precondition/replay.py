@@ -214,7 +214,7 @@ class _Captured:
         for number, (old, new) in enumerate(zip(self._values, values, strict=True)):
             if isinstance(new, Tensor):
                 self._numbers[number].copy_(new)
-            elif old != new:
+            elif isinstance(old, Tensor) or old != new:  # to compare with what is on the device would be to wait
                 self._numbers[number].fill_(new)
         self._values = list(values)
         if self._finite is not None and finite is not None:

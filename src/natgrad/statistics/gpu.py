@@ -34,16 +34,16 @@ Pair = tuple[int, int]
 
 def takes(x: Tensor) -> bool:
     """Whether a tensor of a 2-d convolution or norm layer is one for these kernels."""
-    if not x.is_cuda or kernels is None or x.dim() != 4 or not 0 < x.numel() < 2**31:
+    if not sums(x) or x.numel() >= 2**31:
         return False
-    if x.dtype == torch.float32:
-        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32") and _capability(x.device) >= (8, 0)
-    return x.dtype in (torch.bfloat16, torch.float16) and _capability(x.device) >= (8, 0)
+    return x.dtype != torch.float32 or bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def sums(x: Tensor) -> bool:
     """Whether a tensor of a norm layer is one for `gain_gradients`."""
-    return x.is_cuda and kernels is not None and x.dim() == 4 and x.numel() > 0 and x.dtype != torch.float64
+    if not x.is_cuda or kernels is None or x.dim() != 4 or x.numel() == 0:
+        return False
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _capability(x.device) >= (8, 0)
 
 
 def moment_of_places(
