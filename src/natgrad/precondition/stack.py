@@ -7,11 +7,22 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from natgrad.blocks.kronecker import KroneckerBlock, over_columns
 from natgrad.precondition.buffers import same_norms
 from natgrad.solve.damping import divisor
 from natgrad.solve.solver import Side
+
+
+# On a GPU a product whose sizes are no multiples of 8 takes twice as long; a bias makes most of them odd.
+_ALIGNED = 8
+_LARGE = 256
+
+
+def padded_size(size: int, device: torch.device) -> int:
+    """Of the memory of an n × n matrix, which is zero beyond it."""
+    return size if device.type == "cpu" or size < _LARGE else -(-size // _ALIGNED) * _ALIGNED
 
 
 class SolvedBlock:
@@ -52,14 +63,40 @@ class Bank:
             parts = [getattr(side, field) for side in self._sides.values()]
             if parts[0] is None:
                 continue
-            joined = torch.cat(parts)
+            joined = _joined(parts) if field == "matrix" else torch.cat(parts)
             setattr(self, field, joined)
             for side, part in zip(self._sides.values(), joined.split([p.shape[0] for p in parts]), strict=True):
-                setattr(side, field, part)
+                setattr(side, field, _inner(part, self.size))
+
+    @property
+    def size(self) -> int:
+        """n of its n × n matrices."""
+        some = next(iter(self._sides.values()))
+        part = some.matrix if some.matrix is not None else some.values
+        assert part is not None, "a side has a matrix or values"
+        return part.shape[-1]
 
     def entries(self, sides: Sequence[Side]) -> list[int]:
         """Where the stack entries of these sides are, in order."""
         return [self._starts[id(side)] + entry for side in sides for entry in range(_entries(side))]
+
+
+def _joined(matrices: Sequence[Tensor]) -> Tensor:
+    """Stacks of n × n matrices as one, padded with zeros."""
+    first = matrices[0]
+    size, padded = first.shape[-1], padded_size(first.shape[-1], first.device)
+    if padded == size:
+        return torch.cat(list(matrices))
+    lengths = [part.shape[0] for part in matrices]
+    joined = first.new_zeros(sum(lengths), padded, padded)
+    for place, part in zip(joined.split(lengths), matrices, strict=True):
+        _inner(place, size).copy_(part)
+    return joined
+
+
+def _inner(part: Tensor, size: int) -> Tensor:
+    """Without padding."""
+    return part[..., :size] if part.dim() < 3 else part[..., :size, :size]
 
 
 def _entries(side: Side) -> int:
@@ -74,7 +111,11 @@ class Stack:
     def __init__(self, members: Sequence[SolvedBlock], banks: Sequence[Bank]) -> None:
         self.members = list(members)
         sides = zip(*(member.sides for member in members), strict=True)
-        self._row, *self._columns = [_Joined(bank, each) for bank, each in zip(banks, sides, strict=True)]
+        # Two column sides act on a column that is folded into two axes, whose sizes are as they are.
+        self._row, *self._columns = [
+            _Joined(bank, each, padded=number == 0 or len(banks) == 2)
+            for number, (bank, each) in enumerate(zip(banks, sides, strict=True))
+        ]
         self._counts = [member.block.shape[0] for member in members]
         self._scale = torch.cat([member.scale for member in members])
         # Made here and not when it is asked for: copying it to a device would mean to wait.
@@ -119,18 +160,29 @@ class Stack:
 
     def apply(self, gradient: Tensor, solver: str, rule: str, damping: float | Tensor) -> Tensor:
         """(K, rows, columns) → the damped inverse block times each gradient."""
+        _, rows, columns = gradient.shape
         if solver == "inverse":
-            product = self._row.times(self._after(gradient, inverse=True), inverse=True)
-            return product / self._scale[:, None, None]
-        rotated = self._after(self._row.times(gradient, transpose=True))
+            product = self._row.times(self._after(self._padded(gradient), inverse=True), inverse=True)
+            return product[:, :rows, :columns] / self._scale[:, None, None]
+        rotated = self._rotated(gradient)
         values = [side.values() for side in (self._row, *self._columns)]
-        # Not in place: with diagonal sides alone `rotated` is the gradient itself.
-        rotated = rotated / divisor(rule, values, self._scale, damping)
-        return self._row.times(self._after(rotated, transpose=True))
+        quotients = rotated[:, :rows, :columns] / divisor(rule, values, self._scale, damping)
+        return self._row.times(self._after(self._padded(quotients), transpose=True))[:, :rows, :columns]
+
+    def _rotated(self, gradient: Tensor) -> Tensor:
+        """In the eigenbasis."""
+        return self._after(self._row.times(self._padded(gradient), transpose=True))
+
+    def _padded(self, gradient: Tensor) -> Tensor:
+        """With zeros where the sides' matrices have them."""
+        columns = self._columns[0].padding if len(self._columns) == 1 else 0
+        rows = self._row.padding
+        return functional.pad(gradient, (0, columns, 0, rows)) if rows or columns else gradient
 
     def quadratic(self, direction: Mapping[str, Tensor | None], rule: str, damping: float) -> Tensor:
         """δᵀF̂δ with the damping in F̂, in its eigenbasis: what `apply` divides by."""
-        rotated = self._after(self._row.times(self.gather(direction), transpose=True))
+        whole = self.gather(direction)
+        rotated = self._rotated(whole)[:, : whole.shape[1], : whole.shape[2]]
         values = [side.values() for side in (self._row, *self._columns)]
         return (rotated.square() * divisor(rule, values, self._scale, damping)).sum(dtype=torch.float64)
 
@@ -172,24 +224,21 @@ class Stack:
 class _Joined:
     """One side of all members of a stack: a part of a bank, as a view where the members lie together in it."""
 
-    def __init__(self, bank: Bank, sides: Sequence[Side]) -> None:
+    def __init__(self, bank: Bank, sides: Sequence[Side], *, padded: bool) -> None:
         entries = bank.entries(sides)
         together = entries == list(range(entries[0], entries[0] + len(entries)))
         span = slice(entries[0], entries[0] + len(entries)) if together else slice(None)
+        self.size = bank.size  # n of its n × n matrices
         self._matrix = None if bank.matrix is None else bank.matrix[span]
+        if self._matrix is not None and not padded:
+            self._matrix = _inner(self._matrix, self.size)
+        self.padding = 0 if self._matrix is None else self._matrix.shape[-1] - self.size
         self._values = None if bank.values is None else bank.values[span]
         self._index: Tensor | None = None
         if not together:
             example = self._matrix if self._matrix is not None else self._values
             assert example is not None, "a bank has matrices or values"
             self._index = torch.tensor(entries, device=example.device)
-
-    @property
-    def size(self) -> int:
-        """n of its n × n matrices."""
-        part = self._matrix if self._matrix is not None else self._values
-        assert part is not None, "a bank has matrices or values"
-        return part.shape[-1]
 
     def _members(self, joined: Tensor) -> Tensor:
         return joined if self._index is None else joined.index_select(0, self._index)
