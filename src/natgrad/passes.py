@@ -23,13 +23,17 @@ from natgrad.blocks.registry import Tap
 from natgrad.capture.graph import saved_tensor
 from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
+from natgrad.launches import ALIGNED_BYTES
 from natgrad.remaining import Remaining
+from natgrad.statistics import gpu
+from natgrad.statistics.gpu import Work
 from natgrad.statistics.gram import second_moment
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
-from natgrad.statistics.waiting import Waiting, Wanted, of_inputs, of_outputs
+from natgrad.statistics.waiting import Late, Waiting, late
 
 _NOTHING = nullcontext()
+_REMEMBERED = 16  # kinds of tensors of a use
 
 
 class Owner(Protocol):
@@ -103,7 +107,8 @@ class Pass:
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
         self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
-        self._small = Waiting()
+        self._late = Waiting()
+        self._rounds = False
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
 
@@ -195,10 +200,13 @@ class Pass:
                     self._sum(self._first_use[number], taps[number].use, derivative, saved, self._summed)
                 else:
                     self._add(taps[number], derivative, saved)
+        if self._late.is_full:
+            self.settle()
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
             self._taps = self._owner.begin(self)
+            self._rounds = gpu.rounds()
         return self._taps
 
     def _needs(self, factor: Factor, *, shared: bool) -> bool:
@@ -211,47 +219,67 @@ class Pass:
     def _add(self, tap: Tap, derivative: Tensor, saved: Sequence[Tensor]) -> None:
         """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
         operation, sides = tap.use.operation, tap.orientation.sides
-        rows = operation.rows(saved, derivative)
+        needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
+        inputs, output = any(needed[1:]), needed[0]
+        can_wait = self._late_of(tap, derivative, saved) if self._owner.waits else None
+        rows = operation.rows(saved, derivative) if can_wait is None else can_wait.rows
         tap.orientation.add_rows(rows)
+        if can_wait is not None:
+            if inputs and can_wait.inputs is not None:
+                inputs = not self._wait(can_wait.inputs, saved[:1], sides[1], rows)
+            if output and can_wait.output is not None:
+                tensors = can_wait.output_tensors(derivative, saved)
+                output = not self._wait(can_wait.output, tensors, sides[0], rows)
+        if not inputs and not output:
+            return
         scale = 1.0
         if self._fraction < 1:
             operation, derivative, saved = operation.part(derivative, saved, self._fraction)
             # A part stands for the whole: other uses of the weight may have other parts.
             scale = _ratio(rows, operation.rows(saved, derivative))
-        needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
-        if any(needed[1:]):
-            homogeneous = tap.use.adds_bias
-            wanted = of_inputs(operation, saved, scale, homogeneous=homogeneous, diagonal=sides[1].diagonal)
-            if wanted is not None and self._owner.waits:
-                self._wait(wanted, partial(sides[1].add, rows=rows))
-            else:
-                diagonal = [factor.diagonal for factor in sides[1:]]
-                moments = operation.input_factors(saved, homogeneous=homogeneous, diagonal=diagonal)
-                for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
-                    if need:
-                        factor.add(moment if scale == 1 else moment.mul_(scale), rows)
-        if needed[0]:
-            scale *= self.terms**2
-            wanted = of_outputs(operation, derivative, saved, scale, diagonal=sides[0].diagonal)
-            if wanted is not None and self._owner.waits:
-                self._wait(wanted, partial(sides[0].add, rows=rows))
-            else:
-                moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
-                sides[0].add(moment.mul_(scale), rows)
+        if inputs:
+            diagonal = [factor.diagonal for factor in sides[1:]]
+            moments = operation.input_factors(saved, homogeneous=tap.use.adds_bias, diagonal=diagonal)
+            for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
+                if need:
+                    factor.add(moment if scale == 1 else moment.mul_(scale), rows)
+        if output:
+            moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
+            sides[0].add(moment.mul_(scale * self.terms**2), rows)
 
-    def _wait(self, wanted: Wanted, deliver: Callable[[Tensor], None]) -> None:
-        """Leaves a statistic for the end of the backward pass: who goes on after it may write where activations are."""
-        if not self._small:
+    def _late_of(self, tap: Tap, derivative: Tensor, saved: Sequence[Tensor]) -> Late | None:
+        """What of a use's statistics can wait; decided once for tensors that lie alike."""
+        lie = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (derivative, *saved)]
+        key = (self._fraction, self.terms, self._rounds, derivative.device, *lie)
+        if key not in tap.late:
+            if len(tap.late) >= _REMEMBERED:
+                tap.late.clear()
+            tap.late[key] = late(
+                tap.use.operation,
+                derivative,
+                saved,
+                fraction=self._fraction,
+                scale=self.terms**2,
+                homogeneous=tap.use.adds_bias,
+                diagonal=[factor.diagonal for factor in tap.orientation.sides],
+            )
+        return tap.late[key]
+
+    def _wait(self, work: Work, tensors: Sequence[Tensor], factor: Factor, rows: int | Tensor) -> bool:
+        """Leaves a work for later; not where kernels cannot read a tensor."""
+        if any(tensor.data_ptr() % ALIGNED_BYTES for tensor in tensors):
+            return False
+        if not self._late:
+            # At the end of the backward pass at the latest: who goes on after it may write where activations are.
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        self._small.put(*wanted, deliver)
-        if self._small.is_full:
-            self.settle()
+        self._late.put(work, tensors, partial(factor.add, rows=rows))
+        return True
 
     def settle(self) -> None:
-        """Computes what has waited for others of its shape."""
-        if self._small:
-            with self._owner.clock.part("statistics"), _undisturbed(self._small.device):
-                if not self._small.flush():
+        """Computes what has waited for others."""
+        if self._late:
+            with self._owner.clock.part("statistics"), _undisturbed(self._late.device):
+                if not self._late.flush():
                     self._owner.overwritten()
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:

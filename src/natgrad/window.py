@@ -298,8 +298,8 @@ class Window:
         )
 
     def overwritten(self) -> None:
-        """Somebody has written into activations or derivatives during the backward pass, while they waited for others
-        of their shape: from now on nothing waits.
+        """Somebody has written into activations or derivatives during the backward pass, while they waited for others:
+        from now on nothing waits.
         """
         self.waits = False
         self._warn(

@@ -1,8 +1,8 @@
-"""What waits for others of its shape is computed when the backward pass is over, from what it was: without a GPU."""
+"""What waits for others is computed when the backward pass is over, from what it was: without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,44 +12,62 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad import KFAC, passes
+from natgrad.statistics import gpu
 from natgrad.statistics.operations import Operation
+from natgrad.statistics.waiting import Late
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The output factors of one operation."""
+class Fake:
+    """A work that this process does itself."""
 
-    operation: Operation
-    scale: float
-    diagonal: bool
+    compute: Callable[[Sequence[Tensor]], Tensor]
 
-    def moments(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
-        return torch.cat([self.operation.output_factor(g, [], diagonal=self.diagonal) for g, *_ in layers]) * self.scale
+    def plan(self, plan: Any) -> None:
+        raise AssertionError("there is no GPU")
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *, inputs: bool, outputs: bool) -> None:
+    def late(
+        operation: Operation,
+        derivative: Tensor,
+        saved: Any,
+        *,
+        fraction: float,
+        scale: float,
+        homogeneous: bool,
+        diagonal: Any,
+    ) -> Late:
+        def input_factor(tensors: Sequence[Tensor]) -> Tensor:
+            return operation.input_factors(tensors, homogeneous=False, diagonal=[False])[0]
+
+        def output_factor(tensors: Sequence[Tensor]) -> Tensor:
+            return operation.output_factor(tensors[0], [], diagonal=diagonal[0]) * scale
+
+        rows = operation.rows(saved, derivative)
+        assert isinstance(rows, int)
+        return Late(
+            rows,
+            Fake(input_factor) if inputs and not homogeneous and not any(diagonal) else None,
+            Fake(output_factor) if outputs and not operation.keeps_saved else None,
+            False,
+        )
+
+    monkeypatch.setattr(passes, "late", late)
+    monkeypatch.setattr(passes, "ALIGNED_BYTES", 1)
+    monkeypatch.setattr(
+        gpu, "moments", lambda works, tensors: [w.compute(t) for w, t in zip(works, tensors, strict=True)]
+    )
 
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_outputs(operation: Any, derivative: Tensor, saved: Any, scale: float, *, diagonal: bool) -> Any:
-        return (Outputs(operation, scale, diagonal), (derivative,)) if not operation.keeps_saved else None
-
-    monkeypatch.setattr(passes, "of_outputs", of_outputs)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    operation: Operation
-
-    def moments(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
-        found = [self.operation.input_factors(one, homogeneous=False, diagonal=[False])[0] for one in layers]
-        return torch.cat(found)
+    _install(monkeypatch, inputs=False, outputs=True)
 
 
 @pytest.fixture
 def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_inputs(operation: Any, saved: Any, scale: float, *, homogeneous: bool, diagonal: bool) -> Any:
-        return None if homogeneous or diagonal else (Inputs(operation), saved)
-
-    monkeypatch.setattr(passes, "of_inputs", of_inputs)
+    _install(monkeypatch, inputs=True, outputs=False)
 
 
 def network() -> nn.Module:
@@ -71,7 +89,7 @@ def test_nothing_is_held_after_a_backward_pass(waiting: None) -> None:
     kfac = KFAC(model, lr=0.1, accumulated_loss="sum")
     for seed in range(3):
         loss_of(model, seed).backward()
-        assert all(not current._small for current in kfac._window.contents)
+        assert all(not current._late for current in kfac._window.contents)
         assert all(factor.pending is not None for block in kfac.blocks for factor in block.factors())
 
 

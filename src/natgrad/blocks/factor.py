@@ -7,7 +7,6 @@ ranks or micro-batches are exact, and nothing starts from a made-up identity.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,21 +14,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.blocks.joint import Joined, joint
 from natgrad.foreach import multiply_all
+from natgrad.statistics import moving
 
 Rows = int | float | Tensor
 
 
-class Factor:
+class Factor(Joined):
     """One side of a block: (stack, n, n), or (stack, n) where it is diagonal."""
 
     def __init__(self, stack: int, size: int, *, diagonal: bool, dtype: torch.dtype, device: torch.device) -> None:
         shape = (stack, size) if diagonal else (stack, size, size)
+        super().__init__(torch.zeros((), dtype=torch.float64, device=device))
         self.sum = torch.zeros(shape, dtype=dtype, device=device)
-        self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.diagonal = diagonal
         self.pending: Tensor | None = None
         self.pending_rows: Rows = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """w, on the device."""
+        return self.own
 
     @property
     def stack(self) -> int:
@@ -67,7 +73,8 @@ class Factor:
     def copy(self) -> Factor:
         """An independent factor with the same state."""
         twin = Factor.__new__(Factor)
-        twin.sum, twin.weight, twin.diagonal = self.sum.clone(), self.weight.clone(), self.diagonal
+        Joined.__init__(twin, self.weight.clone())
+        twin.sum, twin.diagonal = self.sum.clone(), self.diagonal
         # Moments are scaled and committed in place: never the same memory twice.
         twin.pending = None if self.pending is None else self.pending.clone()
         twin.pending_rows = self.pending_rows
@@ -103,32 +110,21 @@ def commit(
     moments = [factor.pending for factor in moved if factor.pending is not None]
     if not moved:
         return torch.ones(0, dtype=torch.bool, device=every[0].sum.device if every else None)
-    finite = torch.isfinite(torch.stack(torch._foreach_norm(moments, ord=math.inf)))
+    finite = moving.finite(moments)
     if usable is not None:
         finite = finite & usable.to(finite.device)
-    _move_sums(moved, moments, finite, decay)
-    weights = [factor.weight for factor in moved]
-    raised = list(torch._foreach_mul(weights, decay))
-    add_counts(raised, [factor.pending_rows for factor in moved])
-    kept = torch.where(finite, torch.stack(raised), torch.stack(weights))
-    torch._foreach_copy_(weights, list(kept.unbind()))
+    moving.move([factor.sum for factor in moved], moments, finite, decay)
+    _move_weights(moved, finite, decay)
     for factor in moved:
         factor.discard()
     return finite
 
 
-def _move_sums(factors: Sequence[Factor], moments: list[Tensor], finite: Tensor, decay: float) -> None:
-    """S ← ξS + new where that is finite."""
-    if finite.device.type == "cpu":
-        # Nobody waits for an answer here, and one pass over memory is enough.
-        for factor, flag, moment in zip(factors, finite.tolist(), moments, strict=True):
-            if flag:
-                torch.add(moment, factor.sum, alpha=decay, out=factor.sum)
-        return
-    # Into the moments, which nobody needs any more: no third copy of all factors.
-    torch._foreach_add_(moments, [factor.sum for factor in factors], alpha=decay)
-    for factor, flag, total in zip(factors, finite.unbind(), moments, strict=True):
-        torch.where(flag, total, factor.sum, out=factor.sum)
+def _move_weights(factors: Sequence[Factor], finite: Tensor, decay: float) -> None:
+    """w ← ξw + rows where the new statistics are finite."""
+    weights = joint(factors)
+    raised = torch.add(counted([factor.pending_rows for factor in factors], weights.device), weights, alpha=decay)
+    weights.copy_(torch.where(finite, raised, weights))
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def preview(
     moved = {factor: factor.pending for factor in factors if factor.pending is not None}
     if not moved:
         return Preview(decay, scales, {}, resting)
-    finite = torch.isfinite(torch.stack(torch._foreach_norm(list(moved.values()), ord=math.inf)))
+    finite = moving.finite(list(moved.values()))
     return Preview(decay, scales, dict(zip(moved, finite.unbind(), strict=True)), resting)
 
 
@@ -175,11 +171,10 @@ def _fade(factors: Collection[Factor], decay: float, usable: Tensor | None) -> N
         multiply_all(tensors, torch.where(usable, decay, torch.ones((), dtype=torch.float64, device=usable.device)))
 
 
-def add_counts(totals: Sequence[Tensor], counts: Sequence[Rows]) -> None:
-    """Adds a number, or a tensor where only the device knows it, to each total, in place."""
-    known = [(total, count) for total, count in zip(totals, counts, strict=True) if not isinstance(count, Tensor)]
-    if known:
-        torch._foreach_add_([total for total, _ in known], [float(count) for _, count in known])
-    for total, count in zip(totals, counts, strict=True):
+def counted(rows: Sequence[Rows], device: torch.device) -> Tensor:
+    """Numbers as one tensor; some may be tensors themselves, where only the device knows them."""
+    found = moving.numbers([0.0 if isinstance(count, Tensor) else float(count) for count in rows], device)
+    for number, count in enumerate(rows):
         if isinstance(count, Tensor):
-            total.add_(count)
+            found[number] += count
+    return found

@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.blocks.factor import Factor, Rows, add_counts
+from natgrad.blocks.factor import Factor, Rows, counted
+from natgrad.blocks.joint import Joined, joint
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout, positions
 
@@ -73,16 +74,19 @@ class Whole:
         return any(orientation.known(self) for orientation in block.orientations)
 
 
-class Orientation:
+class Orientation(Joined):
     """The factors of all uses of a weight in one orientation (W, or Wᵀ): the row side's, then the column sides'."""
 
     def __init__(self, sides: Sequence[Factor]) -> None:
         self.sides = list(sides)
-        # Rows and loss terms with the factors' own decay: their ratio is s.
-        self.counts = torch.zeros(2, dtype=torch.float64, device=self.row.sum.device)
-        self._each = self.counts.unbind()  # they are always written in place
+        super().__init__(torch.zeros(2, dtype=torch.float64, device=self.row.sum.device))
         self.pending_rows: Rows = 0
         self.has_pending = False
+
+    @property
+    def counts(self) -> Tensor:
+        """Rows and loss terms with the factors' own decay: their ratio is s."""
+        return self.own
 
     @property
     def row(self) -> Factor:
@@ -138,10 +142,9 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     """Moves the running averages of the scales; the factors, which orientations may share, move apart."""
     if not orientations:
         return
-    torch._foreach_mul_([orientation.counts for orientation in orientations], decay)
-    counts = [orientation._each for orientation in orientations]
-    add_counts([rows for rows, _ in counts], [orientation.pending_rows for orientation in orientations])
-    add_counts([losses for _, losses in counts], [terms] * len(counts))
+    counts = joint(orientations)
+    counts[:, 0].mul_(decay).add_(counted([orientation.pending_rows for orientation in orientations], counts.device))
+    counts[:, 1].mul_(decay).add_(terms)
     for orientation in orientations:
         orientation._forget()
 

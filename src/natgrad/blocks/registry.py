@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,16 +13,20 @@ from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
 from natgrad.capture.use import Use, Uses
 from natgrad.statistics.gram import accumulation_dtype
+from natgrad.statistics.waiting import Late
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Where one use's statistics go; `shared` says of each side that other blocks have the same factor."""
+    """Where one use's statistics go; `shared` says of each side that other blocks have the same factor. `late`
+    remembers what of them can wait for others.
+    """
 
     use: Use
     block: KroneckerBlock
     orientation: Orientation
     shared: tuple[bool, ...]
+    late: dict[Hashable, Late | None] = field(default_factory=dict, compare=False)
 
 
 class Registry:

@@ -14,7 +14,6 @@ from natgrad.precondition.buffers import same_norms
 from natgrad.solve.damping import divisor
 from natgrad.solve.solver import Side
 
-
 # On a GPU a product whose sizes are no multiples of 8 takes twice as long; a bias makes most of them odd.
 _ALIGNED = 8
 _LARGE = 256

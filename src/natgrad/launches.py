@@ -1,0 +1,66 @@
+"""One launch for many pieces of work, of tensors that lie anywhere.
+
+A GPU does the statistics of a small layer in less time than a host takes to launch them. Kernels here get a table of
+pieces, each with its numbers, and programs find out for themselves whose part they do. The tables are made once; what
+changes from step to step is where tensors are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNED_BYTES = 16
+"""Where tensors have to begin."""
+
+
+def bits(number: float) -> int:
+    """A float32 in the table of whole numbers."""
+    (found,) = struct.unpack("i", struct.pack("f", number))
+    return int(found)
+
+
+def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
+    """Where tensors are, on the device; nobody waits for it."""
+    if device.type == "cpu":  # Triton's interpreter
+        return torch.tensor(tensors, dtype=torch.int64)
+    return torch.tensor(tensors, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+class Launch:
+    """A kernel and its pieces: the `numbers` of each, and how many programs it has. `options` are constants of the
+    kernel, and how it is compiled.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        numbers: Sequence[Sequence[int]],
+        programs: Sequence[int],
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        self._kernel, self._options = kernel, options
+        self._run: Callable[..., None] | None = None
+        counts = torch.tensor(programs)
+        starts = (counts.cumsum(0) - counts).tolist()
+        self._grid = (int(counts.sum()), 1, 1)
+        table = torch.tensor([[s, *row] for s, row in zip(starts, numbers, strict=True)], dtype=torch.int32)
+        owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts)
+        self._tables = (table.to(device), owners.to(device))
+        self._constants = [options[name] for name in kernel.arg_names if name in options]
+
+    def __call__(self, pointers: Tensor, *arguments: Any) -> None:
+        """On the current device."""
+        given = (pointers, *self._tables, *arguments)
+        if self._run is not None:
+            self._run(*given, *self._constants)
+            return
+        compiled = self._kernel[self._grid](*given, **self._options)
+        if compiled is not None:  # by the interpreter it is not
+            # From now on without asking which of its compiled forms is the right one: that takes longer than to launch.
+            self._run = compiled[self._grid]
