@@ -31,6 +31,15 @@ def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(tensors, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
+def triton_type(value: Any) -> Any:
+    """A torch dtype in Triton's words; anything else as it is."""
+    if not isinstance(value, torch.dtype):
+        return value
+    import triton.language as tl  # who launches has it
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[value]
+
+
 class Launch:
     """A kernel and its pieces: the `numbers` of each, and how many programs it has. `options` are constants of the
     kernel, and how it is compiled.

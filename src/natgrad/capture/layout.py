@@ -55,7 +55,7 @@ class Layout:
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
     @cached_property
-    def _in_order(self) -> bool:
+    def is_in_order(self) -> bool:
         """Whether a reshape does it: nearly always, and this is done for every layer in every step."""
         return self.order == tuple(range(len(self.order)))
 
@@ -89,13 +89,17 @@ class Layout:
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """(parameter shape) → (stack, rows, columns). A view where the memory allows it."""
-        if self._in_order:
+        if self.is_in_order:
             return self.region(tensor).reshape(self.shape)
         return self.region(tensor).reshape(self.axes).permute(self.order).reshape(self.shape)
 
+    def to_view(self, tensor: Tensor) -> Tensor:
+        """The same as a view; a RuntimeError where the memory does not allow it."""
+        return self.region(tensor).view(self.axes).permute(self.order).view(self.shape)
+
     def from_matrix(self, matrix: Tensor) -> Tensor:
         """(stack, rows, columns) → the shape of `region`."""
-        if self._in_order:
+        if self.is_in_order:
             return matrix.reshape(self._region_shape)
         permuted = matrix.reshape([self.axes[axis] for axis in self.order]).permute(self._inverse)
         return permuted.reshape(self._region_shape)

@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
+from natgrad.precondition.fused import Fused, fused, lies
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
 from natgrad.precondition.replay import Replay, side_by_side
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
@@ -21,6 +22,9 @@ from natgrad.solve.solver import Side, Solved, damped_sides, solve
 
 THREADS = 8
 """Of eigendecompositions that training waits for, on a GPU."""
+
+_KINDS = 8
+"""Of gradients that kernels are prepared for at a time: some may be missing now and then."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Keys = Callable[[KroneckerBlock], tuple[Hashable, ...]]
@@ -111,6 +115,7 @@ class Preconditioner:
         self._compiled = torch.compile(self._replace) if compiled else None
         # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
         self._compiled_directions = torch.compile(self._directions) if compiled else None
+        self._arithmetics: dict[Hashable, Fused | None] = {}
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
@@ -291,15 +296,28 @@ class Preconditioner:
         finite: Tensor | None,
         norms: Mapping[str, Tensor] | None,
     ) -> Clip:
-        """By a CUDA graph where that can be, else launch by launch."""
-        clipped = None
+        """By kernels of their own where that can be, and by a CUDA graph; else launch by launch."""
         device = stacks[0].device
-        if self._replay is not None and norms is None and device.type == "cuda":
-            with torch.cuda.device(device):  # a graph is of the current one, whatever the gradients are on
-                clipped = self._replay.run(self._replace, stacks, gradients, damping, kappa, rates, finite)
-        if clipped is None:
-            clipped = self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
-        return clipped
+        if norms is not None or device.type != "cuda":
+            return self._replace(stacks, gradients, damping, kappa, rates, finite, norms)
+        with torch.cuda.device(device):  # a graph is of the current one, whatever the gradients are on
+            fused = self._fused(stacks, gradients)
+            clipped = None
+            if self._replay is not None:
+                clipped = self._replay.run(self._replace, stacks, gradients, damping, kappa, rates, finite, fused)
+            if clipped is None and fused is not None:
+                clipped = fused.run(fused.memory(lasting=False), gradients, damping, kappa, rates, finite)
+        return self._replace(stacks, gradients, damping, kappa, rates, finite, None) if clipped is None else clipped
+
+    def _fused(self, stacks: Sequence[Stack], gradients: Mapping[str, Tensor | None]) -> Fused | None:
+        """The kernels for gradients that lie as these do; the same object as long as they do."""
+        present = [gradients[name] for stack in stacks for name in stack.names]
+        key = (*map(id, stacks), *(None if one is None else lies(one) for one in present))
+        if key not in self._arithmetics:
+            if len(self._arithmetics) >= _KINDS:
+                self._arithmetics.clear()
+            self._arithmetics[key] = fused(stacks, gradients, self.solver, self.rule)
+        return self._arithmetics[key]
 
     def _numbers(self) -> _Numbers:
         return _Numbers(next(iter(self.solved.values())).scale)
@@ -308,6 +326,7 @@ class Preconditioner:
         if self._stacks is None:
             if self._replay is not None:
                 self._replay.clear()
+            self._arithmetics.clear()
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks

@@ -1,8 +1,8 @@
 """The arithmetic of an ordinary step as a CUDA graph: one launch in place of hundreds.
 
-A graph reads and writes fixed memory. Gradients get new memory in every step, so they are copied in and out, all at
-once; numbers that schedules change are tensors that are filled anew where they have changed. Decompositions are
-refreshed in place, and the next replay sees them.
+A graph reads and writes fixed memory. Gradients get new memory in every step: kernels look up where they are, or,
+without such kernels, they are copied in and out, all at once. Numbers that schedules change are tensors that are filled
+anew where they have changed. Decompositions are refreshed in place, and the next replay sees them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _WORTH = 10
 """Steps that a graph must serve to be worth its capture, which waits for the device."""
 _WASTED = 8
 """Graphs in a row that were not, until no more are made: the work changes too often."""
-LANES = 4
+LANES = 8
 """Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU."""
 
 
@@ -45,6 +45,36 @@ def side_by_side() -> Iterator[Callable[[], AbstractContextManager[object]]]:
     yield lambda: torch.cuda.stream(next(turns))
     for lane in lanes:
         now.wait_stream(lane)
+
+
+class Arithmetic(Protocol):
+    """What is captured where kernels look up where gradients are: see `natgrad.precondition.fused`."""
+
+    def memory(self, *, lasting: bool) -> Memory:
+        """For `run`."""
+
+    def find(self, gradients: Mapping[str, Tensor | None], pointers: list[int]) -> bool:
+        """Puts where the gradients are; whether they were elsewhere before."""
+
+    def run(
+        self,
+        memory: Any,
+        gradients: Mapping[str, Tensor | None],
+        damping: Tensor,
+        kappa: Tensor | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+    ) -> Clip:
+        """Replaces gradients."""
+
+
+class Memory(Protocol):
+    """Where all tensors are."""
+
+    pointers: list[int]
+
+    def send(self) -> None:
+        """To the device."""
 
 
 class Replace(Protocol):
@@ -85,8 +115,11 @@ class Replay:
         kappa: float | None,
         rates: Sequence[Rates],
         finite: Tensor | None,
+        arithmetic: Arithmetic | None,
     ) -> Clip | None:
-        """Preconditions like `replace`; None where that is to be done without a graph, this time or always."""
+        """Preconditions like `arithmetic` or, without one, `replace`; None where that is to be done without a graph,
+        this time or always.
+        """
         if not self._works or torch.cuda.is_current_stream_capturing():
             return None
         numbers = _Numbers()
@@ -94,7 +127,7 @@ class Replay:
         numbers.add(damping)
         if kappa is not None:
             numbers.add(kappa)
-        work = _Work(stacks, gradients, slots, capped=kappa is not None, checked=finite is not None)
+        work = _Work(stacks, gradients, slots, arithmetic, capped=kappa is not None, checked=finite is not None)
         if self._captured is None or self._captured.work != work:
             self._count()
             again, self._last, self._captured = self._last == work, work, None
@@ -148,11 +181,13 @@ class _Work:
         stacks: Sequence[Stack],
         gradients: Mapping[str, Tensor | None],
         slots: Sequence[int | list[list[int]]],
+        arithmetic: Arithmetic | None,
         *,
         capped: bool,
         checked: bool,
     ) -> None:
         self.stacks = list(stacks)
+        self.arithmetic = arithmetic
         covered = dict.fromkeys(name for stack in stacks for name in stack.names)
         self.names = [name for name in covered if gradients[name] is not None]
         self.slots = slots
@@ -164,6 +199,7 @@ class _Work:
             isinstance(other, _Work)
             and len(self.stacks) == len(other.stacks)
             and all(one is another for one, another in zip(self.stacks, other.stacks, strict=True))
+            and self.arithmetic is other.arithmetic
             and self.names == other.names
             and (self.slots, self.capped, self.checked) == (other.slots, other.capped, other.checked)
         )
@@ -194,8 +230,11 @@ class _Captured:
             for value in values
         ]
         self._finite = None if finite is None else finite.clone()
-        self._gradients = {name: torch.empty_like(_present(gradients, name)) for name in work.names}
-        self._own = list(self._gradients.values())
+        arithmetic = work.arithmetic
+        self._own: list[Tensor] = []
+        self._memory: Memory | None = None if arithmetic is None else arithmetic.memory(lasting=True)
+        if arithmetic is None:
+            self._own = [torch.empty_like(_present(gradients, name)) for name in work.names]
         rates = [mapped(slots, self._numbers.__getitem__) for slots in work.slots]
         damping = self._numbers[len(self._numbers) - 1 - work.capped]
         kappa = self._numbers[-1] if work.capped else None
@@ -203,8 +242,14 @@ class _Captured:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads (decompositions, data loading) may go on with their own work meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            clip = replace(work.stacks, {**missing, **self._gradients}, damping, kappa, rates, self._finite, None)
+            if arithmetic is None:
+                own = dict(zip(work.names, self._own, strict=True))
+                clip = replace(work.stacks, {**missing, **own}, damping, kappa, rates, self._finite, None)
+            else:
+                clip = arithmetic.run(self._memory, gradients, damping, kappa, rates, self._finite)
             self._result = torch.stack([clip.factor, clip.predicted_kl, clip.finite.to(clip.factor.dtype)])
+        if self._memory is not None:
+            self._memory.send()
 
     def replay(
         self, gradients: Mapping[str, Tensor | None], values: Sequence[LearningRate], finite: Tensor | None
@@ -219,11 +264,16 @@ class _Captured:
         self._values = list(values)
         if self._finite is not None and finite is not None:
             self._finite.copy_(finite)
-        given = [_present(gradients, name) for name in self.work.names]
-        torch._foreach_copy_(self._own, given)
-        self._graph.replay()
-        # Into the gradients' own memory: DDP's buckets are views of it.
-        torch._foreach_copy_(given, self._own)
+        if self.work.arithmetic is not None and self._memory is not None:
+            if self.work.arithmetic.find(gradients, self._memory.pointers):
+                self._memory.send()
+            self._graph.replay()
+        else:
+            given = [_present(gradients, name) for name in self.work.names]
+            torch._foreach_copy_(self._own, given)
+            self._graph.replay()
+            # Into the gradients' own memory: DDP's buckets are views of it.
+            torch._foreach_copy_(given, self._own)
         factor, predicted_kl, is_finite = self._result.clone().unbind()
         return Clip(factor, predicted_kl, is_finite > 0)
 

@@ -157,33 +157,70 @@ class Stack:
             return self._scale.new_zeros(layout.shape)
         return layout.to_matrix(gradient)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all arithmetic."""
+        return self._scale.dtype
+
+    @property
+    def scale(self) -> Tensor:
+        """Of the members' entries, (K,)."""
+        return self._scale
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(K, rows, columns)."""
+        _, rows, columns = self.members[0].block.shape
+        return sum(self._counts), rows, columns
+
+    @property
+    def padded_shape(self) -> tuple[int, int, int]:
+        """The same with the zeros that the sides' matrices have."""
+        count, rows, columns = self.shape
+        more = self._columns[0].padding if len(self._columns) == 1 else 0
+        return count, rows + self._row.padding, columns + more
+
+    @property
+    def counts(self) -> list[int]:
+        """How many entries of K are each member's."""
+        return self._counts
+
     def apply(self, gradient: Tensor, solver: str, rule: str, damping: float | Tensor) -> Tensor:
         """(K, rows, columns) → the damped inverse block times each gradient."""
-        _, rows, columns = gradient.shape
+        _, rows, columns = self.shape
         if solver == "inverse":
-            product = self._row.times(self._after(self._padded(gradient), inverse=True), inverse=True)
-            return product[:, :rows, :columns] / self._scale[:, None, None]
-        rotated = self._rotated(gradient)
-        values = [side.values() for side in (self._row, *self._columns)]
-        quotients = rotated[:, :rows, :columns] / divisor(rule, values, self._scale, damping)
-        return self._row.times(self._after(self._padded(quotients), transpose=True))[:, :rows, :columns]
+            return self.multiplied(self._padded(gradient))[:, :rows, :columns] / self._scale[:, None, None]
+        rotated = self.rotated(self._padded(gradient))[:, :rows, :columns]
+        quotients = rotated / divisor(rule, self.values(), self._scale, damping)
+        return self.rotated_back(self._padded(quotients))[:, :rows, :columns]
 
-    def _rotated(self, gradient: Tensor) -> Tensor:
-        """In the eigenbasis."""
-        return self._after(self._row.times(self._padded(gradient), transpose=True))
+    def multiplied(self, matrix: Tensor) -> Tensor:
+        """Padded matrices between the inverses."""
+        return self._row.times(self._after(matrix, inverse=True), inverse=True)
+
+    def rotated(self, matrix: Tensor) -> Tensor:
+        """Padded matrices in the eigenbasis."""
+        return self._after(self._row.times(matrix, transpose=True))
+
+    def rotated_back(self, matrix: Tensor) -> Tensor:
+        """And out of it."""
+        return self._row.times(self._after(matrix, transpose=True))
+
+    def values(self) -> list[Tensor]:
+        """The eigenvalues of every side, (K, n)."""
+        return [side.values() for side in (self._row, *self._columns)]
 
     def _padded(self, gradient: Tensor) -> Tensor:
         """With zeros where the sides' matrices have them."""
-        columns = self._columns[0].padding if len(self._columns) == 1 else 0
-        rows = self._row.padding
-        return functional.pad(gradient, (0, columns, 0, rows)) if rows or columns else gradient
+        (_, rows, columns), (_, padded_rows, padded_columns) = self.shape, self.padded_shape
+        more = (0, padded_columns - columns, 0, padded_rows - rows)
+        return functional.pad(gradient, more) if any(more) else gradient
 
     def quadratic(self, direction: Mapping[str, Tensor | None], rule: str, damping: float) -> Tensor:
         """δᵀF̂δ with the damping in F̂, in its eigenbasis: what `apply` divides by."""
-        whole = self.gather(direction)
-        rotated = self._rotated(whole)[:, : whole.shape[1], : whole.shape[2]]
-        values = [side.values() for side in (self._row, *self._columns)]
-        return (rotated.square() * divisor(rule, values, self._scale, damping)).sum(dtype=torch.float64)
+        _, rows, columns = self.shape
+        rotated = self.rotated(self._padded(self.gather(direction)))[:, :rows, :columns]
+        return (rotated.square() * divisor(rule, self.values(), self._scale, damping)).sum(dtype=torch.float64)
 
     def _after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
         """The column sides' Kronecker product from the right."""

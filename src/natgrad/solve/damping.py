@@ -56,16 +56,16 @@ def divisor(rule: str, values: Sequence[Tensor], scale: Tensor, damping: float |
             lam = damping.to(scale.dtype).expand(1, 1, 1)
         else:
             lam = scale.new_full((1, 1, 1), damping)  # filled on the device: no copy from the host
-        return torch.baddbmm(lam, (values[0] * scale[:, None])[:, :, None], _columns(values)[:, None, :])
+        return torch.baddbmm(lam, (values[0] * scale[:, None])[:, :, None], columns_of(values)[:, None, :])
     damped = factored_damping(rule, [side.mean(-1) for side in values], scale, damping)
     sides = [
         side * multiply[:, None] + add[:, None]
         for side, multiply, add in zip(values, damped.multiply, damped.add, strict=True)
     ]
-    return (sides[0] * damped.divide[:, None])[:, :, None] * _columns(sides)[:, None, :]
+    return (sides[0] * damped.divide[:, None])[:, :, None] * columns_of(sides)[:, None, :]
 
 
-def _columns(sides: Sequence[Tensor]) -> Tensor:
+def columns_of(sides: Sequence[Tensor]) -> Tensor:
     """The diagonal of the Kronecker product of the column sides (K, columns); 1 where there is none."""
     product = sides[0].new_ones(sides[0].shape[0], 1)
     for side in sides[1:]:

@@ -18,11 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits
+from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits, triton_type
 
 try:
-    import triton.language as tl
-
     from natgrad.statistics import kernels
 except ImportError:  # no Triton: not on this system, or a torch without a GPU
     kernels = None  # type: ignore[assignment]
@@ -644,7 +642,7 @@ class Plan:
                     rows,
                     counts,
                     self._device,
-                    **{name: _triton_type(value) for name, value in options},
+                    **{name: triton_type(value) for name, value in options},
                 )
             )
         self._products, self._later, self._pieces = {}, [], {}
@@ -751,13 +749,6 @@ def _tile(columns: int, *, along_channels: bool, half: bool, exact: bool) -> tup
         return (128, 64, 4, 3) if along_channels or half else (128, 32, 8, 3)
     block = 64 if columns > 32 else 32 if columns > 16 else 16
     return block, 64, 4, 3
-
-
-def _triton_type(value: Any) -> Any:
-    """A torch dtype in Triton's words; anything else as it is."""
-    if not isinstance(value, torch.dtype):
-        return value
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[value]
 
 
 @cache

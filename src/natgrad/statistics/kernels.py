@@ -1,8 +1,6 @@
 """The Triton kernels behind `natgrad.statistics.gpu`, which says what they are for.
 
-A launch has many pieces of work, of one layer or of many: a program looks up whose part it does, and the numbers of
-that piece. What changes from step to step is where tensors are: `pointers`. The order of a piece's numbers is that in
-which each kernel loads them; the first is the number of its first program.
+The order of a piece's numbers is that in which each kernel loads them (`natgrad.pieces`).
 """
 
 from __future__ import annotations
@@ -10,19 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def piece_of(table, owners, NUMBERS: tl.constexpr):
-    """Where the numbers of this program's piece are, and which part of it is this program's."""
-    program = tl.program_id(0)
-    numbers = table + tl.load(owners + program) * NUMBERS
-    return numbers, program - tl.load(numbers)
-
-
-@triton.jit
-def aligned(number, ALIGNED: tl.constexpr):
-    """A multiple of ALIGNED, for the compiler too: loads of several elements at once need to know."""
-    return number // ALIGNED * ALIGNED
+from natgrad.pieces import aligned, piece_of
 
 
 @triton.jit

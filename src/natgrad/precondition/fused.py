@@ -1,0 +1,365 @@
+"""The arithmetic of a step on a GPU, all that is not a product in a few launches.
+
+From the gradients' memory into the matrices of all stacks, products, in the eigenbasis quotients, the clip, and back
+into the gradients' memory: what would be a dozen passes over all parameters, and a dozen launches for every stack, is
+four kernels (`natgrad.precondition.kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.layout import Layout
+from natgrad.launches import ALIGNED_BYTES, Launch, addresses, triton_type
+from natgrad.precondition.clip import Clip, clip
+from natgrad.precondition.rates import LearningRate, Rates
+from natgrad.precondition.replay import side_by_side
+from natgrad.precondition.stack import Stack
+from natgrad.solve.damping import columns_of, divisor
+from natgrad.statistics.moving import numbers
+
+try:
+    from natgrad.precondition import kernels
+except ImportError:  # no Triton: not on this system, or a torch without a GPU
+    kernels = None  # type: ignore[assignment]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST = 2**31
+
+Gradients = Mapping[str, Tensor | None]
+
+
+def lies(gradient: Tensor) -> tuple[object, ...]:
+    """All that kernels know of a gradient, but where it is."""
+    return gradient.shape, gradient.stride(), gradient.dtype, gradient.data_ptr() % ALIGNED_BYTES == 0
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """From element to element of a gradient, in the order of a matrix: blocks of elements make a column index."""
+
+    start: int
+    by_entry: int
+    by_row: int
+    elements: int
+    by_block: int
+    by_element: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.elements == 1 and self.by_block == 1
+
+
+def _steps(layout: Layout, gradient: Tensor) -> _Steps | None:
+    """How a gradient lies, as a layout's matrix sees it; None where that is more than one can say in few numbers."""
+    if 0 in gradient.stride():
+        return None
+    try:
+        view = layout.to_view(gradient)
+    except RuntimeError:
+        return _channels_last_steps(layout, gradient)
+    by_entry, by_row, by_column = view.stride()
+    return _Steps(int(view.storage_offset() - gradient.storage_offset()), by_entry, by_row, 1, by_column, 0)
+
+
+def _channels_last_steps(layout: Layout, gradient: Tensor) -> _Steps | None:
+    """Of a convolution's weight (out, in, *kernel) whose memory runs along its input channels."""
+    if gradient.dim() < 3:
+        return None
+    channels, elements = gradient.shape[1], gradient[0, 0].numel()
+    wanted = gradient.permute(0, *range(2, gradient.dim()), 1)
+    in_order = layout.box is None and layout.is_in_order and layout.shape[2] == channels * elements
+    if not wanted.is_contiguous() or not in_order:
+        return None
+    row = channels * elements
+    return _Steps(0, layout.shape[1] * row, row, elements, 1, channels)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One parameter in a stack: its numbers for the kernels, how many programs it has, and its class of kernels."""
+
+    name: str
+    numbers: tuple[int, ...]  # from `rows` on
+    entries: int
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def programs(self) -> int:
+        options: dict[str, int] = dict(self.options)
+        rows, columns = self.numbers[:2]
+        return self.entries * -(-rows // options["ROWS"]) * -(-columns // options["COLUMNS"])
+
+
+def _piece(stack: Stack, layout: Layout, gradient: Tensor, entry: int, column: int) -> _Piece | None:
+    """The part of a stack's matrices, from an entry and a column on, that a layout has."""
+    steps = _steps(layout, gradient)
+    if steps is None:
+        return None
+    entries, rows, columns = layout.shape
+    _, padded_rows, padded_columns = stack.padded_shape
+    by_entry, by_row = padded_rows * padded_columns, padded_columns
+    if padded_columns == 1 and rows > 1:  # a vector: one row of elements
+        rows, columns, by_row = 1, rows, padded_rows
+        steps = _Steps(steps.start, steps.by_entry, 0, 1, steps.by_row, 0)
+    start = entry * by_entry + column
+    aligned = 1
+    if steps.is_contiguous and gradient.data_ptr() % ALIGNED_BYTES == 0:
+        all_of_them = (columns, start, by_entry, by_row, steps.start, steps.by_entry, steps.by_row)
+        aligned = next(a for a in (8, 4, 2, 1) if all(number % a == 0 for number in all_of_them))
+    tile = (1, 1024) if rows == 1 else (32, 128)
+    return _Piece(
+        layout.name,
+        (
+            *(rows, columns, start, by_entry, by_row),
+            *(steps.start, steps.by_entry, steps.by_row, steps.elements, steps.by_block, steps.by_element, entry),
+        ),
+        entries,
+        (
+            ("ALIGNED", aligned),
+            ("COLUMNS", tile[1]),
+            ("CONTIGUOUS", steps.is_contiguous),
+            ("DTYPE", gradient.dtype),
+            ("ROWS", tile[0]),
+        ),
+    )
+
+
+def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str) -> Fused | None:
+    """The arithmetic of these stacks for gradients that lie as these do; None where kernels cannot do it."""
+    first = stacks[0].device
+    if not _able(first):
+        return None
+    pieces: list[list[_Piece]] = []
+    for stack in stacks:
+        count, rows, columns = stack.padded_shape
+        if stack.dtype != torch.float32 or stack.device != first or count * rows * columns >= _MOST:
+            return None
+        own: list[_Piece] = []
+        entry = 0
+        for member, entries in zip(stack.members, stack.counts, strict=True):
+            column = 0
+            for layout in member.block.layouts:
+                gradient = gradients[layout.name]
+                if gradient is not None:
+                    fits = gradient.device == first and gradient.dtype in _DTYPES and gradient.numel() < _MOST
+                    piece = _piece(stack, layout, gradient, entry, column) if fits else None
+                    if piece is None:
+                        return None
+                    own.append(piece)
+                column += layout.shape[2]
+            entry += entries
+        pieces.append(own)
+    return Fused(stacks, pieces, solver, rule)
+
+
+def _able(device: torch.device) -> bool:
+    return kernels is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class Memory:
+    """The stacks' matrices, and where all tensors are. `lasting`: of a graph, whose pointers are sent when all are
+    known, and whenever gradients have moved.
+    """
+
+    def __init__(self, slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device, *, lasting: bool) -> None:
+        self.pointers = [0] * slots
+        self._device = device
+        self._sent = torch.zeros(slots, dtype=torch.int64, device=device) if lasting else None
+        # What no piece fills, padding and parameters without a gradient, stays zero.
+        self.matrices = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes]
+
+    def sent(self) -> Tensor:
+        """The pointers, on the device."""
+        return addresses(self.pointers, self._device) if self._sent is None else self._sent
+
+    def send(self) -> None:
+        """All pointers are known, or some have changed."""
+        assert self._sent is not None, "only what lasts is sent again"
+        self._sent.copy_(torch.tensor(self.pointers, dtype=torch.int64, pin_memory=True), non_blocking=True)
+
+
+class Fused:
+    """See the module. Slots: the gradients, and for each stack its matrices, directions, scales and, in the eigenbasis,
+    coefficients and the values of rows and columns; then learning rates.
+    """
+
+    _OF_A_STACK = 6
+
+    def __init__(self, stacks: Sequence[Stack], pieces: Sequence[Sequence[_Piece]], solver: str, rule: str) -> None:
+        self._stacks, self._solver, self._rule = stacks, solver, rule
+        self._device = stacks[0].device
+        self.names = list(dict.fromkeys(piece.name for own in pieces for piece in own))
+        self._pieces = pieces
+        self._missing = [_missing(stack, own) for stack, own in zip(stacks, pieces, strict=True)]
+        slot = {name: number for number, name in enumerate(self.names)}
+        self._rates_at = len(self.names) + self._OF_A_STACK * len(stacks)
+        # Kernels by class: each with its pieces' numbers and programs.
+        classes: dict[tuple[tuple[str, Any], ...], tuple[list[tuple[int, ...]], list[int]]] = {}
+        rate = self._rates_at
+        for number, own in enumerate(pieces):
+            first = self._of(number)
+            for piece in own:
+                rows, programs = classes.setdefault(piece.options, ([], []))
+                rows.append((slot[piece.name], first, first + 1, first + 2, rate, *piece.numbers))
+                programs.append(piece.programs)
+                rate += 1
+        self._slots = rate
+        divided = {"DIVIDED": solver == "inverse"}
+        self._programs = [sum(programs) for _, programs in classes.values()]
+        self._gather, self._length, self._scatter = (
+            [
+                Launch(
+                    kernel,
+                    rows,
+                    programs,
+                    self._device,
+                    **{name: triton_type(value) for name, value in options},
+                    **more,
+                )
+                for options, (rows, programs) in classes.items()
+            ]
+            for kernel, more in (
+                (kernels.gather_kernel, {}),
+                (kernels.length_kernel, divided),
+                (kernels.scatter_kernel, divided),
+            )
+        )
+        self._quotients = self._quotient_launches() if (solver, rule) == ("eigen", "joint") else None
+
+    def _of(self, number: int) -> int:
+        """The first slot of a stack."""
+        return len(self.names) + self._OF_A_STACK * number
+
+    def _quotient_launches(self) -> list[Launch]:
+        classes: dict[tuple[int, int, int], tuple[list[tuple[int, ...]], list[int]]] = {}
+        for number, stack in enumerate(self._stacks):
+            (count, rows, columns), (_, padded_rows, padded_columns) = stack.shape, stack.padded_shape
+            of = self._of(number)
+            aligned = 4 if padded_columns % 4 == 0 else 1
+            tile = (1024, 1) if columns == 1 else (32, 128)
+            slots = (of + 3, of + 4, of + 5, of + 2)
+            some, programs = classes.setdefault((aligned, *tile), ([], []))
+            some.append((*slots, columns, rows, padded_columns, 0, padded_rows * padded_columns, padded_columns))
+            programs.append(count * -(-rows // tile[0]) * -(-padded_columns // tile[1]))
+        return [
+            Launch(kernels.quotient_kernel, rows, programs, self._device, ALIGNED=a, ROWS=r, COLUMNS=c)
+            for (a, r, c), (rows, programs) in classes.items()
+        ]
+
+    def memory(self, *, lasting: bool) -> Memory:
+        """For `run`: of one step, or lasting."""
+        return Memory(self._slots, [stack.padded_shape for stack in self._stacks], self._device, lasting=lasting)
+
+    def find(self, gradients: Gradients, pointers: list[int]) -> bool:
+        """Puts where the gradients are; whether they were elsewhere before."""
+        here = [_present(gradients, name).data_ptr() for name in self.names]
+        moved = pointers[: len(here)] != here
+        pointers[: len(here)] = here
+        return moved
+
+    def run(
+        self,
+        memory: Memory,
+        gradients: Gradients,
+        damping: float | Tensor,
+        kappa: float | Tensor | None,
+        rates: Sequence[Rates],
+        finite: Tensor | None,
+    ) -> Clip:
+        """Replaces gradients by directions, clipped: what `Preconditioner._replace` does."""
+        pointers = memory.pointers
+        self.find(gradients, pointers)
+        lam = damping if isinstance(damping, Tensor) else numbers([damping], self._device)
+        lasting = self._place_rates(pointers, rates)
+        for number, (stack, matrix) in enumerate(zip(self._stacks, memory.matrices, strict=True)):
+            pointers[self._of(number)] = matrix.data_ptr()
+            pointers[self._of(number) + 2] = stack.scale.data_ptr()
+        sent = memory.sent()
+        for launch in self._gather:
+            launch(sent)
+        directions = self._directions(memory, lam)
+        for number, direction in enumerate(directions):
+            pointers[self._of(number) + 1] = direction.data_ptr()
+        sent = memory.sent()
+        clipped = clip(self._squared_length(sent), kappa)
+        del lasting
+        if finite is not None:
+            clipped = replace(clipped, finite=clipped.finite & finite)
+        for launch in self._scatter:
+            launch(sent, clipped.factor, clipped.finite.view(torch.uint8))
+        return clipped
+
+    def _place_rates(self, pointers: list[int], rates: Sequence[Rates]) -> list[Tensor]:
+        """Puts where learning rates are; returns tensors that must last until they are read."""
+        wanted: list[LearningRate] = []
+        for own, missing, rate in zip(self._pieces, self._missing, rates, strict=True):
+            if isinstance(rate, list):
+                every = [one for group in rate for one in group]
+                wanted += [one for number, one in enumerate(every) if number not in missing]
+            else:
+                wanted += [rate] * len(own)
+        known = dict.fromkeys(float(one) for one in wanted if not isinstance(one, Tensor))
+        places = {value: number for number, value in enumerate(known)}
+        here = numbers(list(known), self._device)
+        lasting = [here]
+        for number, one in enumerate(wanted):
+            if isinstance(one, Tensor):
+                lasting.append(one.to(self._device, torch.float64))
+                pointers[self._rates_at + number] = lasting[-1].data_ptr()
+            else:
+                pointers[self._rates_at + number] = here.data_ptr() + here.element_size() * places[float(one)]
+        return lasting
+
+    def _directions(self, memory: Memory, damping: Tensor) -> list[Tensor]:
+        if self._solver == "inverse":
+            return self._each(memory.matrices, lambda stack, matrix: stack.multiplied(matrix))
+        rotated = self._each(memory.matrices, lambda stack, matrix: stack.rotated(matrix))
+        # Where all sides are diagonal it is the gradient itself, which is needed once more.
+        rotated = [a.clone() if a is b else a for a, b in zip(rotated, memory.matrices, strict=True)]
+        if self._quotients is None:
+            for stack, matrix in zip(self._stacks, rotated, strict=True):
+                _, rows, columns = stack.shape
+                matrix[:, :rows, :columns].div_(divisor(self._rule, stack.values(), stack.scale, damping))
+        else:
+            values = [stack.values() for stack in self._stacks]
+            pairs = [(own[0], own[1] if len(own) == 2 else columns_of(own)) for own in values]
+            for number, (matrix, pair) in enumerate(zip(rotated, pairs, strict=True)):
+                at = self._of(number) + 3
+                memory.pointers[at : at + 3] = [tensor.data_ptr() for tensor in (matrix, *pair)]
+            sent = memory.sent()
+            for launch in self._quotients:
+                launch(sent, damping)
+        return self._each(rotated, lambda stack, matrix: stack.rotated_back(matrix))
+
+    def _each(self, matrices: Sequence[Tensor], function: Callable[[Stack, Tensor], Tensor]) -> list[Tensor]:
+        """Of every stack, which do not wait for each other."""
+        found = []
+        with side_by_side() as lane:
+            for stack, matrix in zip(self._stacks, matrices, strict=True):
+                with lane():
+                    found.append(function(stack, matrix))
+        return found
+
+    def _squared_length(self, sent: Tensor) -> Tensor:
+        parts = torch.empty(sum(self._programs), dtype=torch.float64, device=self._device)
+        for launch, part in zip(self._length, parts.split(self._programs), strict=True):
+            launch(sent, part)
+        return parts.sum()
+
+
+def _missing(stack: Stack, own: Sequence[_Piece]) -> set[int]:
+    """The numbers of a stack's parameters that have no gradient."""
+    present = {piece.name for piece in own}
+    return {number for number, name in enumerate(stack.names) if name not in present}
+
+
+def _present(gradients: Gradients, name: str) -> Tensor:
+    gradient = gradients[name]
+    assert gradient is not None, "pieces are those with a gradient"
+    return gradient
