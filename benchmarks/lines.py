@@ -115,6 +115,7 @@ LINES: tuple[Line, ...] = (
         device="cuda",
         configuration=Configuration(model="gpt", batch=48, precision="bf16"),
         intervals=RARE,
+        plus="quarter",
         target={"eigen": 1.10, "inverse": 1.07},
     ),
     Line(

@@ -145,7 +145,7 @@ def test_each_request_goes_where_it_should():
 
     place = Cheaper(Threads(1, 1), Stream(), lambda tasks: "cpu" if tasks[0].factors[0].shape[-1] < 5 else "gpu")
     for size, where in ((3, "cpu"), (8, "gpu"), (4, "cpu")):
-        (future,) = place.begin(one(size))
+        (future,) = place.begin(place.bring(one(size)))
         (solution,) = future.result(10)
         assert solution.side.matrix.shape == (1, size, size)
         assert place.name == where

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from natgrad import KFAC
-from natgrad.precondition import replay
+from natgrad.precondition import preconditioner, replay
 from natgrad.precondition.preconditioner import Preconditioner
 
 STACKS: Any = [SimpleNamespace(names=["a", "b"])]
@@ -48,7 +48,7 @@ def run(own: replay.Replay, *works: str) -> list[Any]:
     """A step for each work: a letter says which parameter has a gradient."""
     replace: Any = None
     steps = [{name: torch.zeros(1) if work == name else None for name in "ab"} for work in works]
-    return [own.run(replace, STACKS, gradients, 0.1, None, [0.1], None) for gradients in steps]
+    return [own.run(replace, STACKS, gradients, 0.1, None, [0.1], None, None) for gradients in steps]
 
 
 def test_the_second_step_in_a_row_is_captured(graphs: type[Captured]) -> None:
@@ -86,7 +86,8 @@ def test_a_graph_is_of_the_gradients_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device", device)
     own = Preconditioner("eigen", "joint")
     own._replay = SimpleNamespace(run=step)  # type: ignore[assignment]
-    stacks: Any = [SimpleNamespace(device=torch.device("cuda:1"))]
+    stacks: Any = [SimpleNamespace(device=torch.device("cuda:1"), names=[])]
+    monkeypatch.setattr(preconditioner, "fused", lambda *_: None)
     assert own._replayed(stacks, {}, 0.1, None, [0.1], None, None) == "replayed"
 
 

@@ -112,16 +112,15 @@ def test_the_same_as_launch_by_launch(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     runs = []
-    groups = disturb is missing
+    calls: list[int] = []
     original = Fused.run
+    monkeypatch.setattr(Fused, "run", lambda *given: calls.append(1) or original(*given))
     for fused in (True, False):
-        calls: list[int] = []
-        if fused:
-            monkeypatch.setattr(Fused, "run", lambda *given: calls.append(1) or original(*given))
-        else:
+        if not fused:
             monkeypatch.setattr(preconditioner, "fused", lambda *given: None)
-        runs.append(gradients(options, disturb, last=last, groups=groups))
-        assert bool(calls) == fused
+            monkeypatch.setattr(preconditioner, "able", lambda blocks: False)
+        runs.append(gradients(options, disturb, last=last, groups=disturb is missing))
+        assert calls
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 

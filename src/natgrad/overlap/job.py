@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.overlap.places import Complain, Place, Solutions
-from natgrad.overlap.tasks import Task, cut, solve_tensors
+from natgrad.overlap.tasks import Task, cut
 from natgrad.precondition.preconditioner import Request
 from natgrad.solve.solver import Side, Solved, solve
 
@@ -37,9 +37,12 @@ class Job:
         job._tasks = cut(dense, solver)
         job._until += timeout
         try:
+            job._tasks = place.bring(job._tasks)
             job._futures = place.begin(job._tasks) if job._tasks else []
-        except Exception as error:  # no room for another thread: made in the step that asks for it
+        except Exception as error:  # no room for another thread, or for copies: made in the step that asks for it
             job._futures = [_failed(error) for _ in job._tasks]
+        # What has been brought elsewhere is not kept here as well.
+        request.factors |= {k: factor for task in job._tasks for k, factor in zip(task.keys, task.factors, strict=True)}
         return job
 
     @property
@@ -78,7 +81,7 @@ class Job:
         if not self.lost:
             future.cancel()
         complain(error)
-        return solve_tensors(task.solver, task.factors)
+        return task.solve_at_home()
 
     def _problem(self, future: Future[Solutions]) -> BaseException | None:
         if self.lost:

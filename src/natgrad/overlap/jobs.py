@@ -40,7 +40,7 @@ class Jobs:
         self._metrics, self._warner = metrics, warner
         self._solver = solver
         self._complaints: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self._place: Place = place_of(options, device, self._complaints.put, costs)
+        self._place: Place = place_of(options, device, self._complaints.put, costs, several=several)
         self._under_way: deque[Job] = deque()
 
     @property

@@ -25,18 +25,26 @@ class Place(Protocol):
 
     name: str
 
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """The tasks as they are begun and kept: with copies of factors that are needed where they are no longer."""
+
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
-        """Starts; the results will be on the tasks' device."""
+        """Starts; the results will be on the tasks' device, or in memory from which it takes them by itself."""
 
     def close(self) -> None:
         """Ends what it has started, as soon as it can; another `begin` starts anew."""
 
 
 def place_of(
-    options: Background, device: torch.device, complain: Complain, costs: Callable[[], tuple[Costs, Costs]]
+    options: Background,
+    device: torch.device,
+    complain: Complain,
+    costs: Callable[[], tuple[Costs, Costs]],
+    *,
+    several: bool = False,
 ) -> Place:
     """What the options name, or the best of what there is. `costs` are those of the device and of two cores, asked for
-    when there is a choice.
+    when there is a choice. `several`: there are other ranks, to which solutions are sent from the device.
     """
     if not isinstance(options.where, str):
         return Elsewhere(options.where, timeout=options.timeout, complain=complain)
@@ -48,8 +56,10 @@ def place_of(
     if options.where == "gpu":
         return Stream()
     if options.where == "cpu" or device.type != "cuda":
-        return Threads(workers, threads)
-    return Cheaper(Threads(workers, threads), Stream(), lambda tasks: choose(tasks, workers * threads, *costs()))
+        return Threads(workers, threads, to_device=several)
+    return Cheaper(
+        Threads(workers, threads, to_device=several), Stream(), lambda tasks: choose(tasks, workers * threads, *costs())
+    )
 
 
 def choose(tasks: Sequence[Task], cores: int, on_device: Costs, on_two_cores: Costs) -> str:
@@ -93,6 +103,10 @@ class InStep:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """As they are."""
+        return tasks
+
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Decomposes at once."""
         before = torch.get_num_threads()
@@ -107,20 +121,34 @@ class InStep:
 
 
 class Threads:
-    """CPU threads of this process, beside training."""
+    """CPU threads of this process, beside training. Of a GPU's factors they have copies, and solutions stay in the
+    host's memory until they are taken over, unless they go `to_device` at once: a GPU has better uses for its memory.
+    """
 
     name = "cpu"
 
-    def __init__(self, workers: int, threads: int) -> None:
-        self._workers, self._threads = workers, threads
+    def __init__(self, workers: int, threads: int, *, to_device: bool = False) -> None:
+        self._workers, self._threads, self._to_device = workers, threads, to_device
         self._pool: DaemonPool | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Copies of a GPU's factors, beside training: nobody waits for them but who decomposes."""
+        if not tasks or tasks[0].device.type != "cuda":
+            return tasks
+        with _Beside(tasks[0].device, _event(tasks)) as stream:
+            assert stream is not None, "there is a GPU"
+            brought = [Task(task.solver, task.keys, _pinned(task.factors, stream), task.device) for task in tasks]
+            self._copied = torch.cuda.Event()
+            self._copied.record(stream)
+        return brought
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts one piece a thread."""
         if self._pool is None:
             self._pool = DaemonPool(self._workers, torch_threads=self._threads, name="natgrad-solve")
-        ready = _event(tasks)
-        return [self._pool.submit(_on_the_host, task, ready) for task in tasks]
+        work = _on_the_host_and_back if self._to_device else _on_the_host
+        return [self._pool.submit(work, task, self._copied) for task in tasks]
 
     def close(self) -> None:
         """Threads end after what they are doing."""
@@ -136,6 +164,10 @@ class Stream:
 
     def __init__(self) -> None:
         self._pool: DaemonPool | None = None
+
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """As they are."""
+        return tasks
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts one piece after the other."""
@@ -161,9 +193,13 @@ class Cheaper:
         self._places: dict[str, Place] = {threads.name: threads, stream.name: stream}
         self._choose = choose
 
-    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
-        """Starts where it costs less."""
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """To where it costs less."""
         self.name = self._choose(tasks)
+        return self._places[self.name].bring(tasks)
+
+    def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
+        """Where they were brought to."""
         return self._places[self.name].begin(tasks)
 
     def close(self) -> None:
@@ -184,6 +220,10 @@ class Elsewhere:
         self._pool: DaemonPool | None = None
         self._rest = 0  # requests for which one that hangs is not asked, twice as many each time
         self._resting = 0
+
+    def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """As they are."""
+        return tasks
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts all pieces."""
@@ -281,9 +321,19 @@ def _event(tasks: Sequence[Task]) -> torch.cuda.Event | None:
     return event
 
 
-def _on_the_host(task: Task, ready: torch.cuda.Event | None) -> Solutions:
-    with _Beside(task.device, ready):
-        return _to_device(solve_tensors(task.solver, _to_host(task.factors)), task.device)
+def _on_the_host(task: Task, copied: torch.cuda.Event | None) -> Solutions:
+    """Of factors in the host's memory; solutions stay there, pinned where a GPU will take them."""
+    if copied is None:
+        return solve_tensors(task.solver, task.factors)
+    copied.synchronize()
+    found = solve_tensors(task.solver, task.factors)
+    return [Solution(Side(*_pinned_parts(one.side)), one.failed) for one in found]
+
+
+def _on_the_host_and_back(task: Task, copied: torch.cuda.Event | None) -> Solutions:
+    found = _on_the_host(task, copied)
+    with _Beside(task.device, copied):
+        return _to_device(found, task.device)
 
 
 def _on_the_device(task: Task, ready: torch.cuda.Event | None) -> Solutions:
@@ -319,13 +369,23 @@ def _to_host(factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if factors[0].device.type != "cuda":
         return tuple(factors)
     stream = torch.cuda.current_stream(factors[0].device)
+    copies = _pinned(factors, stream)
+    stream.synchronize()
+    return copies
+
+
+def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+    """Copies in pinned memory, on their way on this stream."""
     copies = []
     for factor in factors:
         copy = torch.empty(factor.shape, dtype=factor.dtype, pin_memory=True)
         copies.append(copy.copy_(factor, non_blocking=True))
         factor.record_stream(stream)
-    stream.synchronize()
     return tuple(copies)
+
+
+def _pinned_parts(side: Side) -> list[Tensor | None]:
+    return [None if p is None else p.pin_memory() for p in (side.matrix, side.values)]  # as they are where they are
 
 
 def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
@@ -333,7 +393,7 @@ def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
         return solutions
     moved, kept = [], []
     for solution in solutions:
-        pinned = [None if p is None else p.pin_memory() for p in (solution.side.matrix, solution.side.values)]
+        pinned = _pinned_parts(solution.side)
         kept.append(pinned)
         parts = [None if p is None else p.to(device, non_blocking=True) for p in pinned]
         moved.append(Solution(Side(*parts), solution.failed))

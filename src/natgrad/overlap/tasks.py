@@ -25,16 +25,23 @@ class GarbageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """Dense factors (stack, n, n) to be decomposed by one worker, with what names them."""
+    """Dense factors (stack, n, n) to be decomposed by one worker, with what names them. `home`: where they come from,
+    where these are copies in the host's memory.
+    """
 
     solver: str
     keys: tuple[Hashable, ...]
     factors: tuple[Tensor, ...]
+    home: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the factors are, and the solutions must get to."""
-        return self.factors[0].device
+        """Where the solutions must get to."""
+        return self.factors[0].device if self.home is None else self.home
+
+    def solve_at_home(self) -> list[Solution]:
+        """The solutions, made here and now."""
+        return solve_tensors(self.solver, [factor.to(self.device) for factor in self.factors])
 
 
 @dataclass(frozen=True)

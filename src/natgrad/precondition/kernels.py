@@ -155,3 +155,36 @@ def quotient_kernel(pointers, table, owners, damping, ALIGNED: tl.constexpr, ROW
     value = tl.load(matrix + at, mask=inside, other=0.0)
     divisor = along[:, None] * across[None, :] + tl.load(damping).to(tl.float32)
     tl.store(matrix + at, tl.where((column < real)[None, :], value / divisor, 0.0), mask=inside)
+
+
+@triton.jit
+def trace_kernel(pointers, table, owners, out, BLOCK: tl.constexpr):
+    """The trace of one matrix of a stack, or the sum of a diagonal."""
+    numbers, program = piece_of(table, owners, 5)
+    x = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(tl.float32))
+    size, dense, entry = tl.load(numbers + 2), tl.load(numbers + 3), tl.load(numbers + 4)
+    by_entry = tl.where(dense > 0, size * size, size)
+    by_row = tl.where(dense > 0, size + 1, 1)
+    x += program.to(tl.int64) * by_entry
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, size, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total += tl.load(x + row * by_row, mask=row < size, other=0.0)
+    tl.store(out + entry + program, tl.sum(total, 0))
+
+
+@triton.jit
+def damp_kernel(pointers, table, owners, multiply, add, out, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """A part of a stack of matrices, or of diagonals, times a number, with another one on the diagonal."""
+    numbers, program = piece_of(table, owners, 7)
+    x = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(tl.float32))
+    start, count = aligned(tl.load(numbers + 2), 4), aligned(tl.load(numbers + 3), ALIGNED)
+    size, dense, entry = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    of_entry = at // tl.where(dense > 0, size * size, size)
+    on_diagonal = (dense == 0) | (at // size % size == at % size)
+    value = tl.load(tl.multiple_of(x, 16) + at, mask=inside, other=0.0)
+    value *= tl.load(multiply + entry + of_entry, mask=inside, other=0.0)
+    value += tl.where(on_diagonal, tl.load(add + entry + of_entry, mask=inside, other=0.0), 0.0)
+    tl.store(out + start + at, value, mask=inside)

@@ -15,14 +15,17 @@ from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.fused import Fused, fused, lies
+from natgrad.precondition.preparing import Preparation, able
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
 from natgrad.precondition.replay import Replay, side_by_side
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
-from natgrad.solve.solver import Side, Solved, damped_sides, solve
+from natgrad.solve.solver import Side, Solved, damped_sides, solve, update_all
 
 THREADS = 8
 """Of eigendecompositions that training waits for, on a GPU."""
 
+_TURNS = 128
+"""Of blocks that are decomposed together: where they take turns there are some."""
 _KINDS = 8
 """Of gradients that kernels are prepared for at a time: some may be missing now and then."""
 
@@ -115,6 +118,7 @@ class Preconditioner:
         self._compiled = torch.compile(self._replace) if compiled else None
         # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
         self._compiled_directions = torch.compile(self._directions) if compiled else None
+        self._preparations: dict[tuple[int, ...], Preparation] = {}
         self._arithmetics: dict[Hashable, Fused | None] = {}
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
@@ -144,7 +148,16 @@ class Preconditioner:
     ) -> Request:
         """The blocks' factors as they are now, to be decomposed here, now or later."""
         others = self.others
+        blocks = list(blocks)
         request = Request(step, {}, {}, {}, {}, None if others is None else others.placed)
+        if others is None and whole is None and blocks and able(blocks):
+            preparation = self._preparation(blocks)
+            if preparation.fits:
+                prepared = preparation.run(damping)
+                request.factors.update(prepared.factors)
+                request.scales.update(zip(blocks, prepared.scales, strict=True))
+                request.keys.update((block, self.keys(block)) for block in blocks)
+                return request
         for block in blocks:
             estimate = block.estimate(whole)
             sides, scale = self._prepare(estimate, damping)
@@ -155,6 +168,17 @@ class Preconditioner:
                 request.shapes.update(_shapes(block, self.keys(block), whole))
         return request
 
+    def _preparation(self, blocks: Sequence[KroneckerBlock]) -> Preparation:
+        """The same object for the same blocks."""
+        key = tuple(map(id, blocks))
+        if key not in self._preparations:
+            if len(self._preparations) >= _TURNS:
+                self._preparations.clear()
+            self._preparations[key] = Preparation(
+                blocks, [self.keys(block) for block in blocks], self.solver, self.rule
+            )
+        return self._preparations[key]
+
     @torch.no_grad()
     def install(self, request: Request, result: Solved) -> int:
         """Takes over what a request has led to; all ranks together, which send each other what they need. Returns how
@@ -162,12 +186,18 @@ class Preconditioner:
         """
         others = self.others
         self.decompositions += len(request.factors)
+        moved: list[tuple[Side, Side]] = []
         for key in request.factors:
             side = result.sides[key]
-            if key in self._sides and self._sides[key].is_like(side):
-                self._sides[key].update(side, result.failed[key])
+            present = self._sides.get(key)
+            if present is None or not present.is_like(side):
+                # Some are decomposed on cores, and blocks' scales are where they belong.
+                self._sides[key] = side.to(next(iter(request.scales.values())).device)
+            elif any(result.failed[key]):
+                present.update(side, result.failed[key])
             else:
-                self._sides[key] = side
+                moved.append((present, side))
+        update_all(moved)
         if others is not None:
             self._shapes |= request.shapes
             held = {key for block, keys in request.keys.items() if others.holds(block) for key in keys}
@@ -246,6 +276,7 @@ class Preconditioner:
             own = tuple(sides[name] for name in self.keys(old.block))
             solved[key] = SolvedBlock(old.block, own, old.scale, old.solved_at)
         self._sides, self.solved, self._stacks = sides, solved, None
+        self._preparations.clear()
 
     @torch.no_grad()
     def precondition(

@@ -38,17 +38,37 @@ class Side:
         pairs = ((self.matrix, other.matrix), (self.values, other.values))
         return all((a is None) == (b is None) and (a is None or b is None or a.shape == b.shape) for a, b in pairs)
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        part = self.values if self.matrix is None else self.matrix
+        assert part is not None, "a side has a matrix or values"
+        return part.device
+
+    def to(self, device: torch.device) -> Side:
+        """There, as it is where it is there already."""
+        return Side(*(None if part is None else part.to(device) for part in (self.matrix, self.values)))
+
     def update(self, new: Side, failed: Sequence[bool]) -> None:
         """Takes over a newer solution, in place, except where it failed."""
         for own, other in ((self.matrix, new.matrix), (self.values, new.values)):
             if own is None or other is None:
                 continue
-            if any(failed):
-                for index, lost in enumerate(failed):
-                    if not lost:
-                        own[index].copy_(other[index])
-            else:
-                own.copy_(other)
+            for index, lost in enumerate(failed):
+                if not lost:
+                    own[index].copy_(other[index])
+
+
+def update_all(pairs: Sequence[tuple[Side, Side]]) -> None:
+    """Takes over newer solutions, none of which has failed, in place; from the host's pinned memory without waiting."""
+    parts = [
+        (own, other)
+        for old, new in pairs
+        for own, other in ((old.matrix, new.matrix), (old.values, new.values))
+        if own is not None and other is not None
+    ]
+    if parts:
+        torch._foreach_copy_([own for own, _ in parts], [other for _, other in parts], non_blocking=True)
 
 
 @dataclass(frozen=True)
