@@ -26,9 +26,7 @@ def bits(number: float) -> int:
 
 def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
     """Where tensors are, on the device; nobody waits for it."""
-    if device.type == "cpu":  # Triton's interpreter
-        return torch.tensor(tensors, dtype=torch.int64)
-    return torch.tensor(tensors, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return uploaded(torch.tensor(tensors, dtype=torch.int64, pin_memory=device.type == "cuda"), device)
 
 
 def triton_type(value: Any) -> Any:
@@ -38,6 +36,11 @@ def triton_type(value: Any) -> Any:
     import triton.language as tl  # who launches has it
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[value]
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; nobody waits for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Launch:
@@ -60,7 +63,7 @@ class Launch:
         self._grid = (int(counts.sum()), 1, 1)
         table = torch.tensor([[s, *row] for s, row in zip(starts, numbers, strict=True)], dtype=torch.int32)
         owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts)
-        self._tables = (table.to(device), owners.to(device))
+        self._tables = (uploaded(table, device), uploaded(owners, device))
         self._constants = [options[name] for name in kernel.arg_names if name in options]
 
     def __call__(self, pointers: Tensor, *arguments: Any) -> None:

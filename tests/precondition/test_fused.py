@@ -118,7 +118,6 @@ def test_the_same_as_launch_by_launch(
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(preconditioner, "fused", lambda *given: None)
-            monkeypatch.setattr(preconditioner, "able", lambda blocks: False)
         runs.append(gradients(options, disturb, last=last, groups=disturb is missing))
         assert calls
     for one, other in zip(*runs, strict=True):
@@ -140,3 +139,31 @@ def test_gradients_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.Mon
         runs.append([p.grad.float() for p in model.parameters()])
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"solver": "inverse"},
+        {"solver": "inverse", "damping_rule": "plain"},
+        {"solver": "inverse", "max_factor_size": 20, "max_vector_size": 8},
+        {"solver": "inverse", "doubly_factored": ["7.weight"]},
+    ],
+    ids=str,
+)
+def test_factors_are_handed_over_as_block_by_block(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    kfac = KFAC(model, lr=0.1, **options)
+    functional.cross_entropy(model(torch.randn(8, 3, 8, 8).cuda()), (torch.arange(8) % 12).cuda()).backward()
+    kfac.step()
+    own, blocks = kfac._preconditioner, list(kfac.blocks)
+    assert preconditioner.able(blocks)
+    together = own.prepare(blocks, 0.01, 1)
+    monkeypatch.setattr(preconditioner, "able", lambda blocks: False)
+    each = own.prepare(blocks, 0.01, 1)
+    assert together.keys == each.keys
+    for found, wanted in ((together.factors, each.factors), (together.scales, each.scales)):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6 * float(value.abs().max()))

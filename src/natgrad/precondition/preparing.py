@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses
+from natgrad.launches import ALIGNED_BYTES, Launch, addresses, uploaded
 from natgrad.solve.damping import factored_damping
 
 try:
@@ -84,9 +84,9 @@ class Preparation:
         self._entries, self._first = entries, first
         factors = list(named.values())
         of_entries = [number for number, factor in enumerate(factors) for _ in range(factor.stack)]
-        self._factors_of_entries = torch.tensor(of_entries, device=self._device)
+        self._factors_of_entries = uploaded(torch.tensor(of_entries), self._device)
         sizes = [factor.sum.shape[1] for factor in factors for _ in range(factor.stack)]
-        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self._device)
+        self._sizes = uploaded(torch.tensor(sizes, dtype=torch.float64), self._device)
         self._groups = [self._group(count, keys) for count in sorted({len(own) for own in keys})]
         self._starts: dict[Hashable, int] = {}
         self._make_launches()
@@ -101,8 +101,8 @@ class Preparation:
         scales = [number for number in chosen for _ in range(self._stack(number))]
         return _Group(
             chosen,
-            [torch.tensor(side, device=self._device) for side in sides],
-            torch.tensor(scales, device=self._device),
+            [uploaded(torch.tensor(side), self._device) for side in sides],
+            uploaded(torch.tensor(scales), self._device),
             lengths,
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -253,6 +253,9 @@ class Work(Protocol):
         """Asks for the tensors and kernels that it needs."""
 
 
+WorkT = TypeVar("WorkT", bound=Work)
+
+
 def moments(works: Sequence[Work], tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The results of all works, in order, each of its own tensors: a few launches together. Plans are remembered by the
     works themselves, as objects: to compare what they say would take longer than to launch.
@@ -282,21 +285,20 @@ def moment_of_places(
 ) -> Tensor:
     """See `Patches`."""
     x = readable(x)
-    (moment,) = moments([patches(Image.of(x), groups, kernel, stride, padding, dilation)], [[x]])
+    (moment,) = moments([same(Patches(Image.of(x), groups, kernel, stride, padding, dilation))], [[x]])
     return moment
 
 
-@lru_cache(maxsize=512)
-def patches(
-    image: Image,
-    groups: int = 1,
-    kernel: Pair = (1, 1),
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
-) -> Patches:
-    """Equal works are one object."""
-    return Patches(image, groups, kernel, stride, padding, dilation)
+def same(work: WorkT) -> WorkT:
+    """Equal works as one object, by which plans go."""
+    if len(_WORKS) >= _WORKS_KEPT:
+        _WORKS.clear()
+    found: WorkT = _WORKS.setdefault(work, work)
+    return found
+
+
+_WORKS: dict[Any, Any] = {}
+_WORKS_KEPT = 4096
 
 
 def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:

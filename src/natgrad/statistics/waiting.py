@@ -66,14 +66,14 @@ def _of_inputs(operation: Convolution, x: Tensor, fraction: float) -> Patches | 
     if image is None or not operation.fits_gpu(x):
         return None
     (k, m), (s, t), (p, q), (d, e) = operation.kernel, operation.stride, operation.padding, operation.dilation
-    return Patches(image, operation.groups, (k, m), (s, t), (p, q), (d, e), scale)
+    return gpu.same(Patches(image, operation.groups, (k, m), (s, t), (p, q), (d, e), scale))
 
 
 def _of_derivatives(operation: Convolution, derivative: Tensor, fraction: float, scale: float) -> Patches | None:
     image, more = _part(derivative, fraction)
     if image is None or not gpu.takes(derivative):
         return None
-    return Patches(image, operation.groups, scale=scale * more)
+    return gpu.same(Patches(image, operation.groups, scale=scale * more))
 
 
 def _of_vectors(
@@ -85,12 +85,12 @@ def _of_vectors(
     if image is None or (operation.kept, operation.case_axis, operation.place) != ((1,), 0, None):
         return None
     if operation.multiplier is None:
-        return Norm(image, False, True, diagonal, scale * more)
+        return gpu.same(Norm(image, False, True, diagonal, scale * more))
     if operation.multiplier != ByChannel() or _part(saved[0], fraction)[0] != image:
         return None
     if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in saved[1:]):
         return None
-    return Norm(image, True, False, diagonal, scale * more)
+    return gpu.same(Norm(image, True, False, diagonal, scale * more))
 
 
 def _part(x: Tensor, fraction: float) -> tuple[Image | None, float]:
