@@ -124,6 +124,7 @@ def test_the_same_as_launch_by_launch(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:.*float16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []

@@ -117,6 +117,10 @@ class Stack:
         ]
         self._counts = [member.block.shape[0] for member in members]
         self._scale = torch.cat([member.scale for member in members])
+        _, rows, columns = members[0].block.shape
+        more = self._columns[0].padding if len(self._columns) == 1 else 0
+        self.shape = (sum(self._counts), rows, columns)  # K, rows, columns; then with the zeros of padded sides
+        self.padded_shape = (sum(self._counts), rows + self._row.padding, columns + more)
         # Made here and not when it is asked for: copying it to a device would mean to wait.
         several = any(count > 1 for count in self._counts)
         numbers = [number for number, count in enumerate(self._counts) for _ in range(count)]
@@ -166,19 +170,6 @@ class Stack:
     def scale(self) -> Tensor:
         """Of the members' entries, (K,)."""
         return self._scale
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(K, rows, columns)."""
-        _, rows, columns = self.members[0].block.shape
-        return sum(self._counts), rows, columns
-
-    @property
-    def padded_shape(self) -> tuple[int, int, int]:
-        """The same with the zeros that the sides' matrices have."""
-        count, rows, columns = self.shape
-        more = self._columns[0].padding if len(self._columns) == 1 else 0
-        return count, rows + self._row.padding, columns + more
 
     @property
     def counts(self) -> list[int]:
