@@ -1,7 +1,10 @@
 """For all tests: one thread. Threads that wait for each other take most of the time of such small models, and nearly
-all of it where another process uses a core.
+all of it where another process uses a core, as another worker of pytest-xdist does. Processes that tests start have one
+too.
 """
 
+import gc
+import os
 import time
 
 import pytest
@@ -10,6 +13,13 @@ import torch
 from helpers import Hand
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Hides modules and tests from the garbage collector, which would touch, and so copy, them in every fork."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from natgrad.capture.layout import Layout, from_view, positions, whole
@@ -47,6 +47,7 @@ def test_views_that_are_not_boxes_are_refused(view) -> None:
     assert view_layout(parameter, view(parameter), "rc") is None
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.permutations("src"))
 def test_whole_parameters_with_any_order_of_roles(a: int, b: int, c: int, roles: list[str]) -> None:
     parameter = torch.randn(a * b, c)

@@ -164,16 +164,26 @@ def test_workers_that_die_are_told_and_replaced(shared: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
-def test_workers_that_always_die_end_the_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error.\nAnd so on."), "Bus error."),
+        (ConnectionResetError(104, "Connection reset by peer"), "reset by peer'\\)"),  # with its answer under way
+        (EOFError(), "EOFError\\(\\)"),
+    ],
+)
+def test_workers_that_always_die_end_the_run(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
     class Dead:
         def __iter__(self) -> Iterator[Any]:
-            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error.\nAnd so on.")
+            raise error
 
     train = load(shared).train
     with monkeypatch.context() as patched:
         patched.setattr(train, "_started", lambda batch: Dead())
         with pytest.raises(
-            data.DataError, match=r"images ended: DataLoader worker .* Bus error. \(out of memory\?.*/dev/shm"
+            data.DataError, match=rf"images ended: DataLoader worker .*{said} \(out of memory\?.*/dev/shm"
         ):
             list(train.epoch(1, batch=4))
     assert len(list(train.epoch(1, batch=4))) == 5

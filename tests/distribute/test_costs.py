@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from natgrad.distribute import costs as module
@@ -191,6 +191,7 @@ tables = st.dictionaries(st.integers(2, 99), numbers, max_size=4).map(lambda t: 
 some_costs = st.builds(Costs, st.just("x"), tables, tables, numbers, numbers, numbers)
 
 
+@settings(deadline=None)
 @given(st.lists(some_costs, min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_slowest_is_no_faster_than_any_and_the_order_does_not_matter(many: list[Costs], random: Any) -> None:
     merged = slowest(many)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from distribute.works import CUBES, HAND, dense, layouts, singles
 from natgrad.distribute.balance import place
@@ -30,6 +30,7 @@ def test_teams(ranks: int, size: int, teams: tuple[tuple[int, ...], ...]) -> Non
     assert make_teams(ranks, size) == teams
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_teams_part_the_ranks_evenly(layout: tuple[int, int]) -> None:
     ranks, size = layout
@@ -41,6 +42,7 @@ def test_teams_part_the_ranks_evenly(layout: tuple[int, int]) -> None:
         assert sizes == {size}
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_every_outsider_has_one_sender_in_each_other_team(layout: tuple[int, int]) -> None:
     ranks, size = layout

@@ -184,7 +184,7 @@ def test_an_executor_that_hangs_is_asked_ever_more_rarely():
             asked.append(fn)
             return answering.submit(fn, *args) if back.is_set() else Future()
 
-    place = natgrad.Background(Counting(None), timeout=0.1)
+    place = natgrad.Background(Counting(None), timeout=0.5)  # an answer may have to wait for a core
     loop = Loop(0, 1, overlap=place, delay=1, inv_update_steps=1)
     with pytest.warns(natgrad.NatgradWarning, match="did not come"):
         loop.run(20)
@@ -246,7 +246,8 @@ def test_an_own_thread_that_hangs_is_given_up_and_others_take_over(monkeypatch):
         return solve_tensors(task.solver, task.factors)
 
     monkeypatch.setattr(places, "_on_the_host", hangs_at_first)
-    unhurt(natgrad.Background("cpu", workers=1, timeout=0.05), failures=1)
+    # Longer than a thread that does not hang may have to wait for a core.
+    unhurt(natgrad.Background("cpu", workers=1, timeout=0.5), failures=1)
     assert len(threads) == PIECES
     assert threads[0].is_alive()
     assert threads[0] not in threads[1:]

@@ -121,7 +121,7 @@ def test_the_last_worker_is_missed_at_once_and_welcomed_back(hosts: Hosts) -> No
                 future.result(20)
         with pytest.raises(ConnectionError, match="no inverse worker is reachable"):
             workers.submit(solve_packed, task()).result(20)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5  # not after the 30 s of its task
         assert workers.alive == 0
         worker(hosts, incarnation=1)
         wait_for(lambda: workers.alive == 1)

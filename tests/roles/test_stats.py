@@ -71,7 +71,8 @@ def test_a_worker_is_one_delivery_ahead_at_most(hosts: Hosts, desk: Desk) -> Non
     time.sleep(0.3)
     assert done == [0]  # the second waits
     line = Line(hosts.role(), 0, keep=3)
-    time.sleep(0.5)
+    wait_for(lambda: len(done) >= 4)
+    time.sleep(0.3)
     assert len(done) == 4  # three are held for the rank, one is here, and the next waits
     assert [received(line) for _ in range(10)] == [b"%d" % number for number in range(10)]
     line.close()

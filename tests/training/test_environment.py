@@ -21,6 +21,7 @@ from natgrad.training import environment
 def facts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "natgrad", "two words"])
     return environment.describe("cpu", 2)
 
 
@@ -41,7 +42,7 @@ def test_the_facts_are_those_of_this_process_and_are_json(facts: dict[str, Any])
     assert facts["device"]["name"] == facts["cpu"]["name"]
     assert facts["cpu"]["usable_cores"] >= 1
     assert facts["cpu"]["memory"] > 2**28
-    assert "pytest" in facts["command"]
+    assert facts["command"] == "python -m natgrad 'two words'"
     assert facts["variables"]["NCCL_DEBUG"] == "INFO"
     assert "SECRET_TOKEN" not in facts["variables"]
     started = datetime.datetime.fromisoformat(facts["started"])

@@ -37,6 +37,8 @@ AHEAD = 3
 RETRIES = 3
 """How often in an epoch workers that were lost are replaced."""
 
+_CUT_OFF = (ConnectionError, EOFError)  # a worker died between its answer and the memory that it is in
+
 
 def default_workers() -> int:
     """The cores that this process may use, shared among the ranks of this machine, less one for training itself."""
@@ -170,8 +172,8 @@ class ImageFiles:
                     served += 1
                     yield answers
                 break
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, *_CUT_OFF) as error:
+                if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
                 lost += 1
                 self._end_workers()
@@ -180,10 +182,13 @@ class ImageFiles:
         if epoch is not None:
             self._begun = (epoch + 1, batch, parts)
 
-    def _tell_of_loss(self, error: RuntimeError, *, again: bool) -> None:
+    def _tell_of_loss(self, error: Exception, *, again: bool) -> None:
         """What a batch is made of does not depend on who decodes it: a process that is lost costs a few seconds."""
+        what = (
+            str(error).splitlines()[0] if isinstance(error, RuntimeError) else f"DataLoader worker is gone: {error!r}"
+        )
         text = (
-            f"a process that decodes images ended: {str(error).splitlines()[0]} "
+            f"a process that decodes images ended: {what} "
             "(out of memory? try fewer data.workers, or give the machine more shared memory, /dev/shm)"
         )
         if not again:
