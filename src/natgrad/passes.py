@@ -201,7 +201,7 @@ class Pass:
                 else:
                     self._add(taps[number], derivative, saved)
         if self._late.is_full:
-            self.settle()
+            self.settle(everything=False)
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
@@ -275,11 +275,11 @@ class Pass:
         self._late.put(work, tensors, partial(factor.add, rows=rows))
         return True
 
-    def settle(self) -> None:
-        """Computes what has waited for others."""
+    def settle(self, *, everything: bool = True) -> None:
+        """Computes what has waited for others; unless it is `everything`, what frees memory."""
         if self._late:
             with self._owner.clock.part("statistics"), _undisturbed(self._late.device):
-                if not self._late.flush():
+                if not self._late.flush(everything=everything):
                     self._owner.overwritten()
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:

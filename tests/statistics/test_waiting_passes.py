@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from natgrad import KFAC, passes
 from natgrad.statistics import gpu
+from natgrad.statistics import waiting as waiting_of
 from natgrad.statistics.operations import Operation
 from natgrad.statistics.waiting import Late
 
@@ -22,6 +23,7 @@ class Fake:
     """A work that this process does itself."""
 
     compute: Callable[[Sequence[Tensor]], Tensor]
+    results: int = 0
 
     def plan(self, plan: Any) -> None:
         raise AssertionError("there is no GPU")
@@ -68,6 +70,36 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=False)
+
+
+def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too much waits, only works whose results are smaller than their tensors are done before the end."""
+    _install(monkeypatch, inputs=True, outputs=True)
+    monkeypatch.setattr(waiting_of, "_HELD", 1000)
+    done: list[str] = []
+
+    def work(name: str, results: int) -> Fake:
+        def compute(tensors: Sequence[Tensor]) -> Tensor:
+            done.append(name)
+            return tensors[0]
+
+        return Fake(compute, results)
+
+    own = waiting_of.Waiting()
+    for name, results in (("small", 1), ("large", 1000), ("small too", 10)):
+        own.put(work(name, results), [torch.zeros(100)], lambda moment: None)
+    assert own.is_full
+    assert own.flush(everything=False)
+    assert done == ["small", "small too"]
+    assert not own.is_full
+    own.put(work("huge", 10**6), [torch.zeros(200)], lambda moment: None)
+    assert own.is_full
+    assert own.flush(everything=False)  # nothing makes room: all of them go
+    assert done == ["small", "small too", "large", "huge"]
+    assert not own
+    own.put(work("last", 1000), [torch.zeros(1)], lambda moment: None)
+    own.flush()
+    assert done[-1] == "last"
 
 
 def network() -> nn.Module:

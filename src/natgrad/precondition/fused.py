@@ -340,7 +340,7 @@ class Fused:
     def _each(self, matrices: Sequence[Tensor], function: Callable[[Stack, Tensor], Tensor]) -> list[Tensor]:
         """Of every stack, which do not wait for each other."""
         found = []
-        with side_by_side() as lane:
+        with side_by_side(self._stacks) as lane:
             for stack, matrix in zip(self._stacks, matrices, strict=True):
                 with lane():
                     found.append(function(stack, matrix))

@@ -400,7 +400,7 @@ class Preconditioner:
         clipped = clip(length, kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
-        with side_by_side() as lane:
+        with side_by_side(stacks) as lane:
             for stack, direction in zip(stacks, directions, strict=True):
                 with lane():
                     # Into the gradients' own memory: DDP's buckets are views of it.
@@ -418,7 +418,7 @@ class Preconditioner:
         """The stacks' directions before the clip, and α² vᵀ∇ of them all."""
         directions: list[Tensor] = []
         lengths: list[Tensor] = []
-        with side_by_side() as lane:
+        with side_by_side(stacks) as lane:
             for stack, rate in zip(stacks, rates, strict=True):
                 with lane():
                     gradient = stack.gather(gradients)

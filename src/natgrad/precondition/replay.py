@@ -7,9 +7,11 @@ anew where they have changed. Decompositions are refreshed in place, and the nex
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -25,26 +27,39 @@ _WORTH = 10
 """Steps that a graph must serve to be worth its capture, which waits for the device."""
 _WASTED = 8
 """Graphs in a row that were not, until no more are made: the work changes too often."""
-LANES = 8
-"""Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU."""
+LANES = 4
+"""Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU. cuBLAS keeps 32
+MiB for each."""
+_WIDE = 2**22
+"""Elements of all stacks from which on lanes are worth that memory."""
 
 
 @contextmanager
-def side_by_side() -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """Gives a context for each piece of work that needs none of the others: where a graph is being captured, they
+def side_by_side(stacks: Sequence[Stack]) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Gives a context for each stack's work, which needs none of the others': where a graph is being captured, they
     become branches of it.
     """
-    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+    # In this order: compiled code must not come to ask about capturing.
+    if torch.compiler.is_compiling() or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        yield nullcontext
+        return
+    if sum(math.prod(stack.padded_shape) for stack in stacks) < _WIDE:
         yield nullcontext
         return
     now = torch.cuda.current_stream()
-    lanes = [torch.cuda.Stream() for _ in range(LANES)]
+    lanes = _lanes(now.device)
     for lane in lanes:
         lane.wait_stream(now)
     turns = cycle(lanes)
     yield lambda: torch.cuda.stream(next(turns))
     for lane in lanes:
         now.wait_stream(lane)
+
+
+@cache
+def _lanes(device: torch.device) -> list[torch.cuda.Stream]:
+    """The same for all graphs: what cuBLAS keeps for a stream it keeps for ever."""
+    return [torch.cuda.Stream(device) for _ in range(LANES)]
 
 
 class Arithmetic(Protocol):

@@ -118,6 +118,12 @@ class Patches:
     dilation: Pair = (1, 1)
     scale: float = 1.0
 
+    @property
+    def results(self) -> int:
+        """See `Work`."""
+        size = self.image.shape[1] // self.groups * self.kernel[0] * self.kernel[1]
+        return self.groups * size**2
+
     def plan(self, plan: Plan) -> None:
         """See `Work`."""
         image, elements = self.image, self.kernel[0] * self.kernel[1]
@@ -200,6 +206,12 @@ class Norm:
     diagonal: bool
     scale: float
 
+    @property
+    def results(self) -> int:
+        """See `Work`."""
+        channels = self.image.shape[1]
+        return (self.gains + self.biases) * (channels if self.diagonal else channels**2)
+
     def plan(self, plan: Plan) -> None:
         """See `Work`."""
         rows = self.rows(plan)
@@ -248,6 +260,10 @@ def joined(gains: Norm, biases: Norm) -> Norm | None:
 
 class Work(Protocol):
     """What is to be computed of some tensors; knows all of them but where they are."""
+
+    @property
+    def results(self) -> int:
+        """Elements of what comes out."""
 
     def plan(self, plan: Plan) -> None:
         """Asks for the tensors and kernels that it needs."""
@@ -320,6 +336,10 @@ class _Rows:
     """Each case's gradient of a gain."""
 
     image: Image
+
+    @property
+    def results(self) -> int:
+        return self.image.shape[0] * self.image.shape[1]
 
     def plan(self, plan: Plan) -> None:
         (start,) = Norm(self.image, True, False, False, 1.0).rows(plan)

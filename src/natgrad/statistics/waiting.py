@@ -110,6 +110,12 @@ class _Entry:
     tensors: Sequence[Tensor]
     versions: list[int]
     deliver: list[Callable[[Tensor], None]]
+    bytes: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether results take more memory than what they are of."""
+        return 4 * self.work.results > self.bytes
 
     @property
     def is_intact(self) -> bool:
@@ -145,14 +151,20 @@ class Waiting:
                 last.work = both
                 last.deliver.append(deliver)
                 return
-        self._entries.append(_Entry(work, tensors, [tensor._version for tensor in tensors], [deliver]))
-        self._held += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._entries.append(_Entry(work, tensors, [tensor._version for tensor in tensors], [deliver], own))
+        self._held += own
 
-    def flush(self) -> bool:
-        """Does all works at once, those of each device. False where somebody has written into tensors that waited:
-        their moments are NaN.
+    def flush(self, *, everything: bool = True) -> bool:
+        """Does all works at once, those of each device; unless it is `everything`, those that make room only. False
+        where somebody has written into tensors that waited: their moments are NaN.
         """
-        entries, self._entries, self._held = self._entries, [], 0
+        entries, self._entries = self._entries, []
+        if not everything:
+            shrinking = [entry for entry in entries if not entry.grows]
+            if sum(entry.bytes for entry in shrinking) > _HELD // 2:  # else all of them have to go
+                entries, self._entries = shrinking, [entry for entry in entries if entry.grows]
+        self._held = sum(entry.bytes for entry in self._entries)
         intact = True
         for device in dict.fromkeys(entry.tensors[0].device for entry in entries):
             own = [entry for entry in entries if entry.tensors[0].device == device]
