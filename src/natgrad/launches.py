@@ -58,6 +58,7 @@ class Launch:
     ) -> None:
         self._kernel, self._options = kernel, options
         self._run: Callable[..., None] | None = None
+        self._direct = True
         counts = torch.tensor(programs)
         starts = (counts.cumsum(0) - counts).tolist()
         self._grid = (int(counts.sum()), 1, 1)
@@ -70,9 +71,13 @@ class Launch:
         """On the current device."""
         given = (pointers, *self._tables, *arguments)
         if self._run is not None:
-            self._run(*given, *self._constants)
-            return
+            try:
+                self._run(*given, *self._constants)
+            except TypeError:  # a Triton that wants other arguments here: nothing has been launched
+                self._run, self._direct = None, False
+            else:
+                return
         compiled = self._kernel[self._grid](*given, **self._options)
-        if compiled is not None:  # by the interpreter it is not
+        if self._direct and hasattr(compiled, "__getitem__"):  # the interpreter compiles nothing
             # From now on without asking which of its compiled forms is the right one: that takes longer than to launch.
             self._run = compiled[self._grid]

@@ -164,6 +164,8 @@ def test_factors_are_handed_over_as_block_by_block(options: dict[str, Any], monk
     monkeypatch.setattr(preconditioner, "able", lambda blocks: False)
     each = own.prepare(blocks, 0.01, 1)
     assert together.keys == each.keys
+    dense = {factor.untyped_storage().data_ptr() for factor in together.factors.values() if factor.dim() == 3}
+    assert all(f.untyped_storage().data_ptr() not in dense for f in together.factors.values() if f.dim() == 2)
     for found, wanted in ((together.factors, each.factors), (together.scales, each.scales)):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():

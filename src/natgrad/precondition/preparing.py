@@ -173,8 +173,13 @@ class Preparation:
             out = torch.empty(self._length, dtype=torch.float32, device=self._device)
             for launch in self._damp:
                 launch(pointers, multiply, add, out)
-        found = {
-            key: out[start : start + self._named[key].sum.numel()].view(self._named[key].sum.shape)
-            for key, start in self._starts.items()
-        }
-        return Prepared(found, [part for part in scales if part is not None])
+        return Prepared(self._parts(out), [part for part in scales if part is not None])
+
+    def _parts(self, out: Tensor) -> dict[Hashable, Tensor]:
+        found = {}
+        for key, start in self._starts.items():
+            total = self._named[key].sum
+            part = out[start : start + total.numel()].view(total.shape)
+            # What is kept after dense factors have gone elsewhere must not keep their memory.
+            found[key] = part.clone() if total.dim() == 2 else part
+        return found
