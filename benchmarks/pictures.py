@@ -105,7 +105,8 @@ def _group(panel: Any, row: int, line: Line, ratios: Mapping[str, float]) -> Non
         if target is not None:
             ends = [place - 0.5 * THICKNESS, place + 0.5 * THICKNESS]
             panel.plot([target, target], ends, color="black", linewidth=2, solid_capstyle="butt", zorder=3)
-        right = max(value, 1.0, target or 1.0)
+        # Beside its bar where there is room before the target, else behind both.
+        right = max(value, 1.0) if target is not None and target > 1.25 * value else max(value, 1.0, target or 1.0)
         panel.annotate(text, (right, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
