@@ -146,7 +146,11 @@ class Threads:
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts one piece a thread."""
         if self._pool is None:
-            self._pool = DaemonPool(self._workers, torch_threads=self._threads, name="natgrad-solve")
+            # A GPU's training needs a core or two, and those at once; training on the CPU needs its share of all.
+            beside_gpu = tasks[0].device.type == "cuda"
+            self._pool = DaemonPool(
+                self._workers, torch_threads=self._threads, name="natgrad-solve", steps_back=beside_gpu
+            )
         work = _on_the_host_and_back if self._to_device else _on_the_host
         return [self._pool.submit(work, task, self._copied) for task in tasks]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +22,9 @@ T = TypeVar("T")
 LAST_WAIT = 20.0
 """Seconds that the end of the interpreter waits for pieces that are being worked on."""
 
+NICENESS = 10
+"""Of threads that step back."""
+
 ending = threading.Event()
 """Set at the end of the interpreter: who waits for somebody else need not any more."""
 
@@ -29,10 +34,12 @@ class DaemonPool(Executor):
     They end when there is nothing to do: one that has used LAPACK keeps threads of OpenMP, which slow training down.
 
     Each thread has `torch_threads` threads of torch and LAPACK for itself. A process that was forked starts its own.
+    `steps_back`: where cores are scarce others go first (Linux).
     """
 
-    def __init__(self, workers: int, *, torch_threads: int | None, name: str) -> None:
+    def __init__(self, workers: int, *, torch_threads: int | None, name: str, steps_back: bool = False) -> None:
         self._workers, self._torch_threads, self._name = workers, torch_threads, name
+        self._steps_back = steps_back
         self._closed = False
         self._work = _Work()
 
@@ -54,7 +61,7 @@ class DaemonPool(Executor):
         before, started = torch.get_num_threads(), threading.Event()
         thread = threading.Thread(
             target=_run,
-            args=(self._work, self._torch_threads, started),
+            args=(self._work, self._torch_threads, started, self._steps_back),
             name=f"{self._name}-{len(self._work.threads)}",
             daemon=True,
         )
@@ -125,7 +132,10 @@ class _Work:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
-def _run(work: _Work, torch_threads: int | None, started: threading.Event) -> None:
+def _run(work: _Work, torch_threads: int | None, started: threading.Event, steps_back: bool) -> None:
+    if steps_back and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # of this thread, and of those of LAPACK that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     if torch_threads is not None:
         # A thread takes the number over that was last set anywhere when it first asks: it must have asked before.
         torch.get_num_threads()
