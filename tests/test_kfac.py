@@ -688,3 +688,11 @@ def test_scale_does_not_depend_on_the_batch_and_convolutions_really_turn() -> No
 def test_package_exports() -> None:
     assert natgrad.KFAC is KFAC
     assert natgrad.__version__
+
+
+def test_what_was_asked_for_is_printed() -> None:
+    model = nn.Linear(2, 2)
+    assert "overlap" not in repr(KFAC(model, lr=0.1))
+    assert "overlap='background', delay=2, stats_fraction=0.5" in repr(
+        KFAC(model, lr=0.1, overlap="background", delay=2, stats_fraction=0.5)
+    )

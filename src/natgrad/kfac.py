@@ -269,6 +269,11 @@ class KFAC:
             max_factor_size=max_factor_size,
             max_vector_size=max_vector_size if vectors == "full" else 0,
         )
+        self._said = {
+            "overlap": overlap,
+            "delay": delay,
+            "stats_fraction": None if stats_fraction == 1 else stats_fraction,
+        }
         self._cuda_graph = flag("cuda_graph", cuda_graph)
         self._compiled = flag("compile_preconditioning", compile_preconditioning)
         self._together: Together | None = None
@@ -735,8 +740,9 @@ class KFAC:
 
     def __repr__(self) -> str:
         how = f"solver={self._preconditioner.solver!r}, damping_rule={self._preconditioner.rule!r}"
+        more = "".join(f", {name}={value!r}" for name, value in self._said.items() if value is not None)
         state = f"{len(self._registry)} blocks, {_steps(self._step)}"
-        return f"<KFAC({how}, fisher={self._window.fisher!r}): {state}; print(kfac.report()) for more>"
+        return f"<KFAC({how}, fisher={self._window.fisher!r}{more}): {state}; print(kfac.report()) for more>"
 
     def metrics(self) -> dict[str, float | int | None]:
         """Numbers of the last step; `history` has them of all. Nothing waits for the device until this is called.

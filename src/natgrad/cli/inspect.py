@@ -40,6 +40,8 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
     with arithmetic(recipe), warnings_told(notes.append), contextlib.ExitStack() as stack:
         data, missing = _data(recipe, ranks)
         stack.callback(data.close)
+        if missing:  # before minutes of measuring
+            console.print(Text(f"with made-up data: {missing}", style="yellow"), soft_wrap=True)
         # Often enough to see everything in a few steps; the table below has the recipe's own intervals.
         often = dataclasses.replace(
             recipe.kfac,
@@ -54,8 +56,6 @@ def inspect_recipe(recipe: Recipe, *, name: str, ranks: Ranks, console: Console)
         steps = _measured(trainer, console)
     assert trainer.kfac is not None
     console.print(_head(recipe, name, trainer))
-    if missing:
-        console.print(Text(f"with made-up data: {missing}", style="yellow"), soft_wrap=True)
     for note in notes:
         console.print(Text(f"warning: {note}", style="yellow"), soft_wrap=True)
     console.print()
