@@ -93,6 +93,11 @@ class Image:
         return self.shape[2] * self.shape[3]
 
     @property
+    def is_dense(self) -> bool:
+        """Whether a case begins where the one before it ends."""
+        return self.by_case == self.shape[1] * self.places
+
+    @property
     def strides(self) -> tuple[int, int, int, int]:
         """Of axes that have one element too."""
         _, channels, _, width = self.shape
@@ -134,10 +139,12 @@ class Patches:
         direct = pixels and not image.along_channels and places[0] * places[1] > _SHORT
         along_channels = not direct and (bool(image.along_channels) or channels * self.groups > 8)
         half = image.dtype != torch.float32
-        if along_channels and not (image.along_channels and (half or elements == 1)):
+        correlates = self._correlates(channels, along_channels, places)
+        lies_well = image.along_channels and (half or elements == 1) and (image.is_dense or not correlates)
+        if along_channels and not lies_well:
             slot, image = plan.copied(slot, image)
         strip = Strip.of(image, channels, along_channels=along_channels)
-        if self._correlates(channels, along_channels, places):
+        if correlates:
             self._correlated(plan, slot, strip, places)
             return
         moment = plan.moment(
@@ -319,10 +326,12 @@ _WORKS_KEPT = 4096
 
 def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
     """Each case's gradient of a batch norm's gain, (N, C): see `Norm`."""
-    derivative = readable(derivative)
+    derivative, x = readable(derivative), readable(x)
     if Image.of(x) != Image.of(derivative):
         x = torch.empty_like(derivative).copy_(x)
-    tensors = [derivative, readable(x), mean, reciprocal]
+    if Image.of(x) != Image.of(derivative):  # the derivative is a part of a larger tensor, and its like is dense
+        derivative = torch.empty_like(derivative).copy_(derivative)
+    tensors = [derivative, x, mean, reciprocal]
     return _gain_plan(Image.of(derivative), derivative.device).run(tensors)[0]
 
 
@@ -544,7 +553,7 @@ class Plan:
         return product
 
     def correlation(self, slot: int, strip: Strip, kernel: Pair) -> _Product:
-        """The products of all pixels with those at each offset, (C, offsets · C)."""
+        """The products of all pixels with those at each offset, (C, offsets · C), of a dense image."""
         channels, rows = strip.channels, strip.cases * strip.height * strip.width
         offsets = kernel[1] + (kernel[0] - 1) * (2 * kernel[1] - 1)
         columns = offsets * channels
