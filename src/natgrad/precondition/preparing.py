@@ -22,7 +22,9 @@ except ImportError:  # no Triton: not on this system, or a torch without a GPU
 
 _BLOCK = 4096
 _TRACE = 1024
-_MOST = 2**31
+_MOST = 2**31 - _BLOCK
+# Each begins where four elements are stored at once.
+_STEP = 4
 
 Keys = Sequence[tuple[Hashable, ...]]
 
@@ -50,6 +52,8 @@ def able(blocks: Sequence[KroneckerBlock]) -> bool:
     factors = [factor for block in blocks for factor in block.straight.sides]
     first = factors[0].sum
     if kernels is None or not first.is_cuda or torch.cuda.get_device_capability(first.device) < (8, 0):
+        return False
+    if sum(factor.sum.numel() + _STEP for factor in factors) >= _MOST:  # no room in memory that kernels can count
         return False
     return all(block.swapped is None for block in blocks) and all(
         factor.sum.dtype == torch.float32
@@ -123,7 +127,7 @@ class Preparation:
             traces.append((slot, size, dense, entry))
             damped.setdefault(4 if count % 4 == 0 else 1, []).append((slot, start, count, size, dense, entry))
             self._starts[key] = start
-            start += -(-count // 4) * 4
+            start += -(-count // _STEP) * _STEP
         self._length = start
         stacks = [factor.stack for factor in self._named.values()]
         self._traces = Launch(kernels.trace_kernel, traces, stacks, self._device, BLOCK=_TRACE)
@@ -138,11 +142,6 @@ class Preparation:
             )
             for by, rows in damped.items()
         ]
-
-    @property
-    def fits(self) -> bool:
-        """Whether all of it has room in one piece of memory that kernels can count."""
-        return self._length < _MOST
 
     def run(self, damping: float) -> Prepared:
         """The factors as they are now."""
