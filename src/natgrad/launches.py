@@ -16,6 +16,8 @@ from torch import Tensor
 
 ALIGNED_BYTES = 16
 """Where tensors have to begin."""
+HOST = torch.device("cpu")
+"""Where tables are made, whatever the user's default is."""
 
 
 def bits(number: float) -> int:
@@ -26,7 +28,7 @@ def bits(number: float) -> int:
 
 def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
     """Where tensors are, on the device; nobody waits for it."""
-    return uploaded(torch.tensor(tensors, dtype=torch.int64, pin_memory=device.type == "cuda"), device)
+    return uploaded(torch.tensor(tensors, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda"), device)
 
 
 def triton_type(value: Any) -> Any:
@@ -58,11 +60,12 @@ class Launch:
     ) -> None:
         self._kernel, self._options = kernel, options
         self._run: Callable[..., None] | None = None
-        counts = torch.tensor(programs)
+        counts = torch.tensor(programs, device=HOST)
         starts = (counts.cumsum(0) - counts).tolist()
         self._grid = (int(counts.sum()), 1, 1)
-        table = torch.tensor([[s, *row] for s, row in zip(starts, numbers, strict=True)], dtype=torch.int32)
-        owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts)
+        rows = [[start, *row] for start, row in zip(starts, numbers, strict=True)]
+        table = torch.tensor(rows, dtype=torch.int32, device=HOST)
+        owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device=HOST), counts)
         self._tables = (uploaded(table, device), uploaded(owners, device))
         self._constants = [options[name] for name in kernel.arg_names if name in options]
 

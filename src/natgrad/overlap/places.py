@@ -378,7 +378,7 @@ def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tenso
     """Copies in pinned memory, on their way on this stream."""
     copies = []
     for factor in factors:
-        copy = torch.empty(factor.shape, dtype=factor.dtype, pin_memory=True)
+        copy = torch.empty(factor.shape, dtype=factor.dtype, device="cpu", pin_memory=True)
         copies.append(copy.copy_(factor, non_blocking=True))
         factor.record_stream(stream)
     return tuple(copies)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.layout import Layout
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, triton_type
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, triton_type
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates
 from natgrad.precondition.replay import side_by_side
@@ -181,7 +181,8 @@ class Memory:
     def send(self) -> None:
         """All pointers are known, or some have changed."""
         assert self._sent is not None, "only what lasts is sent again"
-        self._sent.copy_(torch.tensor(self.pointers, dtype=torch.int64, pin_memory=True), non_blocking=True)
+        here = torch.tensor(self.pointers, dtype=torch.int64, device=HOST, pin_memory=True)
+        self._sent.copy_(here, non_blocking=True)
 
 
 class Fused:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, uploaded
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, uploaded
 from natgrad.solve.damping import factored_damping
 
 try:
@@ -88,9 +88,9 @@ class Preparation:
         self._entries, self._first = entries, first
         factors = list(named.values())
         of_entries = [number for number, factor in enumerate(factors) for _ in range(factor.stack)]
-        self._factors_of_entries = uploaded(torch.tensor(of_entries), self._device)
+        self._factors_of_entries = uploaded(torch.tensor(of_entries, device=HOST), self._device)
         sizes = [factor.sum.shape[1] for factor in factors for _ in range(factor.stack)]
-        self._sizes = uploaded(torch.tensor(sizes, dtype=torch.float64), self._device)
+        self._sizes = uploaded(torch.tensor(sizes, dtype=torch.float64, device=HOST), self._device)
         self._groups = [self._group(count, keys) for count in sorted({len(own) for own in keys})]
         self._starts: dict[Hashable, int] = {}
         self._make_launches()
@@ -105,8 +105,8 @@ class Preparation:
         scales = [number for number in chosen for _ in range(self._stack(number))]
         return _Group(
             chosen,
-            [uploaded(torch.tensor(side), self._device) for side in sides],
-            uploaded(torch.tensor(scales), self._device),
+            [uploaded(torch.tensor(side, device=HOST), self._device) for side in sides],
+            uploaded(torch.tensor(scales, device=HOST), self._device),
             lengths,
         )
 
