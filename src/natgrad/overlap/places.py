@@ -385,7 +385,10 @@ def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tenso
 
 
 def _pinned_parts(side: Side) -> list[Tensor | None]:
-    return [None if p is None else p.pin_memory() for p in (side.matrix, side.values)]  # as they are where they are
+    """As they are where they are pinned. LAPACK leaves inverses column by column: turned here, and not by who takes
+    them over, who would wait for it.
+    """
+    return [None if p is None else p.contiguous().pin_memory() for p in (side.matrix, side.values)]
 
 
 def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
