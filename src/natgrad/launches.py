@@ -20,6 +20,14 @@ HOST = torch.device("cpu")
 """Where tables are made, whatever the user's default is."""
 
 
+def countable(tensor: Tensor) -> bool:
+    """Whether kernels, which count in 32 bits, get from its first to its last element. One that is a part of a larger
+    tensor is as long as that; and the last program's part may end a little later.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last < 2**31 - 2**14 and tensor.numel() < 2**31 - 2**14
+
+
 def bits(number: float) -> int:
     """A float32 in the table of whole numbers."""
     (found,) = struct.unpack("i", struct.pack("f", number))

@@ -82,3 +82,12 @@ def test_cases_apart_are_correlated_in_a_dense_copy(monkeypatch: pytest.MonkeyPa
         found = kernels_of(Patches(Image.of(x), 1, (3, 3), (1, 1), (1, 1)), monkeypatch)
         assert "correlation" in found
         assert found.count("channels_last") == copies
+
+
+def test_a_part_of_what_32_bits_cannot_count_is_not_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "sums", lambda x: True)
+    whole = torch.empty(70_000, 64, 32, 32, dtype=torch.bfloat16, device="meta")
+    assert gpu.takes(whole[:20_000])
+    assert not gpu.takes(whole)
+    assert not gpu.takes(whole[:, :8])  # its last case begins as far away
+    assert gpu.takes(whole[:1].expand(20_000, -1, -1, -1))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits, triton_type
+from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits, countable, triton_type
 
 try:
     from natgrad.statistics import kernels
@@ -43,7 +43,7 @@ Pair = tuple[int, int]
 
 def takes(x: Tensor) -> bool:
     """Whether a tensor of a 2-d convolution or norm layer is one for these kernels."""
-    if not sums(x) or x.numel() >= 2**31:
+    if not sums(x) or not countable(x):
         return False
     return x.dtype != torch.float32 or rounds()
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, countable
 
 try:
     from natgrad.statistics import kernels
@@ -72,7 +72,7 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
         and tensor.is_contiguous()
         and tensor.device == device
         and tensor.data_ptr() % ALIGNED_BYTES == 0
-        and tensor.numel() < 2**31
+        and countable(tensor)
         for tensor in tensors
     )
 
