@@ -8,16 +8,54 @@ changes from step to step is where tensors are.
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.errors import NatgradWarning
+
 ALIGNED_BYTES = 16
 """Where tensors have to begin."""
 HOST = torch.device("cpu")
 """Where tables are made, whatever the user's default is."""
+
+
+@cache
+def able(device: torch.device) -> bool:
+    """Whether kernels run on a device; they are tried once. Triton needs a C compiler, and `Launch` a Triton that
+    launches what it has compiled as this one does.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from natgrad import pieces
+    except ImportError:  # no Triton: not on this system, or a torch without a GPU
+        return False
+    try:
+        problem = None if _tried(pieces.trial_kernel, device) else "a trial gave wrong numbers"
+    except Exception as error:  # whatever a compiler or a driver comes up with
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        warnings.warn(
+            f"natgrad: Triton's kernels do not run on {device} ({problem}); it goes on without them, slower",
+            NatgradWarning,
+            stacklevel=2,
+        )
+    return problem is None
+
+
+def _tried(kernel: Any, device: torch.device) -> bool:
+    """Whether a kernel does what it should, when it is compiled and afterwards."""
+    out = torch.zeros(3, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(out):
+        launch = Launch(kernel, [(0,), (1,)], [2, 1], device, TIMES=2)
+        for number in (0.5, 1.0):
+            launch(addresses([out.data_ptr(), out.data_ptr() + 2 * out.element_size()], device), number)
+    return bool(out.tolist() == [3.0] * 3)
 
 
 def countable(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.layout import Layout
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, countable, triton_type
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable, triton_type
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates
 from natgrad.precondition.replay import side_by_side
@@ -133,7 +133,7 @@ def _piece(stack: Stack, layout: Layout, gradient: Tensor, entry: int, column: i
 def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str) -> Fused | None:
     """The arithmetic of these stacks for gradients that lie as these do; None where kernels cannot do it."""
     first = stacks[0].device
-    if not _able(first):
+    if not able(first):
         return None
     pieces: list[list[_Piece]] = []
     for stack in stacks:
@@ -156,10 +156,6 @@ def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str)
             entry += entries
         pieces.append(own)
     return Fused(stacks, pieces, solver, rule)
-
-
-def _able(device: torch.device) -> bool:
-    return kernels is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Memory:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad import launches
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
 from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, uploaded
@@ -51,7 +52,7 @@ def able(blocks: Sequence[KroneckerBlock]) -> bool:
     """Whether the kernels can do it."""
     factors = [factor for block in blocks for factor in block.straight.sides]
     first = factors[0].sum
-    if kernels is None or not first.is_cuda or torch.cuda.get_device_capability(first.device) < (8, 0):
+    if not launches.able(first.device):
         return False
     if sum(factor.sum.numel() + _STEP for factor in factors) >= _MOST:  # no room in memory that kernels can count
         return False

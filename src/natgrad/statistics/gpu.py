@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits, countable, triton_type
+from natgrad.launches import ALIGNED_BYTES, Launch, able, addresses, bits, countable, triton_type
 
 try:
     from natgrad.statistics import kernels
@@ -55,9 +55,9 @@ def rounds() -> bool:
 
 def sums(x: Tensor) -> bool:
     """Whether a tensor of a norm layer is one for `Norm`."""
-    if not x.is_cuda or kernels is None or x.dim() != 4 or x.numel() == 0:
+    if not x.is_cuda or x.dim() != 4 or x.numel() == 0:
         return False
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _capability(x.device) >= (8, 0)
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and able(x.device)
 
 
 # Works
@@ -788,8 +788,3 @@ def _processors(device: torch.device) -> int:
         return 4
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

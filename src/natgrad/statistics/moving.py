@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, countable
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable
 
 try:
     from natgrad.statistics import kernels
@@ -64,9 +64,9 @@ def numbers(values: Sequence[float], device: torch.device) -> Tensor:
 def _fit(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can have them."""
     first = tensors[0]
-    if kernels is None or not first.is_cuda or torch.cuda.get_device_capability(first.device) < (8, 0):
-        return False
     device = first.device
+    if not able(device):
+        return False
     return all(
         tensor.dtype == torch.float32
         and tensor.is_contiguous()
