@@ -8,14 +8,62 @@ changes from step to step is where tensors are.
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.errors import NatgradWarning
+
 ALIGNED_BYTES = 16
 """Where tensors have to begin."""
+HOST = torch.device("cpu")
+"""Where tables are made, whatever the user's default is."""
+
+
+@cache
+def able(device: torch.device) -> bool:
+    """Whether kernels run on a device; they are tried once. Triton needs a C compiler, and `Launch` a Triton that
+    launches what it has compiled as this one does.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from natgrad import pieces
+    except ImportError:  # no Triton: not on this system, or a torch without a GPU
+        return False
+    try:
+        problem = None if _tried(pieces.trial_kernel, device) else "a trial gave wrong numbers"
+    except Exception as error:  # whatever a compiler or a driver comes up with
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        warnings.warn(
+            f"natgrad: Triton's kernels do not run on {device} ({problem}); it goes on without them, slower",
+            NatgradWarning,
+            stacklevel=2,
+        )
+    return problem is None
+
+
+def _tried(kernel: Any, device: torch.device) -> bool:
+    """Whether a kernel does what it should, when it is compiled and afterwards."""
+    out = torch.zeros(3, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(out):
+        launch = Launch(kernel, [(0,), (1,)], [2, 1], device, TIMES=2)
+        for number in (0.5, 1.0):
+            launch(addresses([out.data_ptr(), out.data_ptr() + 2 * out.element_size()], device), number)
+    return bool(out.tolist() == [3.0] * 3)
+
+
+def countable(tensor: Tensor) -> bool:
+    """Whether kernels, which count in 32 bits, get from its first to its last element. One that is a part of a larger
+    tensor is as long as that; and the last program's part may end a little later.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last < 2**31 - 2**14 and tensor.numel() < 2**31 - 2**14
 
 
 def bits(number: float) -> int:
@@ -26,7 +74,7 @@ def bits(number: float) -> int:
 
 def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
     """Where tensors are, on the device; nobody waits for it."""
-    return uploaded(torch.tensor(tensors, dtype=torch.int64, pin_memory=device.type == "cuda"), device)
+    return uploaded(torch.tensor(tensors, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda"), device)
 
 
 def triton_type(value: Any) -> Any:
@@ -59,11 +107,12 @@ class Launch:
         self._kernel, self._options = kernel, options
         self._run: Callable[..., None] | None = None
         self._direct = True
-        counts = torch.tensor(programs)
+        counts = torch.tensor(programs, device=HOST)
         starts = (counts.cumsum(0) - counts).tolist()
         self._grid = (int(counts.sum()), 1, 1)
-        table = torch.tensor([[s, *row] for s, row in zip(starts, numbers, strict=True)], dtype=torch.int32)
-        owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts)
+        rows = [[start, *row] for start, row in zip(starts, numbers, strict=True)]
+        table = torch.tensor(rows, dtype=torch.int32, device=HOST)
+        owners = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device=HOST), counts)
         self._tables = (uploaded(table, device), uploaded(owners, device))
         self._constants = [options[name] for name in kernel.arg_names if name in options]
 

@@ -102,6 +102,24 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done[-1] == "last"
 
 
+def test_no_more_is_done_together_than_tables_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[list[int]] = []
+
+    def moments(works: Sequence[Any], tensors: Any) -> list[Tensor]:
+        together.append([work.results for work in works])
+        return [torch.zeros(1)] * len(works)
+
+    monkeypatch.setattr(gpu, "moments", moments)
+    monkeypatch.setattr(waiting_of, "_RESULTS", 100)
+    own = waiting_of.Waiting()
+    delivered: list[Tensor] = []
+    for results in (60, 40, 1, 99, 250, 10):
+        own.put(Fake(lambda tensors: tensors[0], results), [torch.zeros(1)], delivered.append)
+    assert own.flush()
+    assert together == [[60, 40], [1, 99], [250], [10]]
+    assert len(delivered) == 6
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

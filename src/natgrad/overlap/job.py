@@ -41,7 +41,8 @@ class Job:
             job._futures = place.begin(job._tasks) if job._tasks else []
         except Exception as error:  # no room for another thread, or for copies: made in the step that asks for it
             job._futures = [_failed(error) for _ in job._tasks]
-        # What has been brought elsewhere is not kept here as well.
+        # What has been brought elsewhere is not kept here as well, nor is the memory of all by a small part of it.
+        request.factors |= {key: factor.clone() for key, factor in diagonal.items()}
         request.factors |= {k: factor for task in job._tasks for k, factor in zip(task.keys, task.factors, strict=True)}
         return job
 

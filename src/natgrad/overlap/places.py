@@ -382,14 +382,17 @@ def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tenso
     """Copies in pinned memory, on their way on this stream."""
     copies = []
     for factor in factors:
-        copy = torch.empty(factor.shape, dtype=factor.dtype, pin_memory=True)
+        copy = torch.empty(factor.shape, dtype=factor.dtype, device="cpu", pin_memory=True)
         copies.append(copy.copy_(factor, non_blocking=True))
         factor.record_stream(stream)
     return tuple(copies)
 
 
 def _pinned_parts(side: Side) -> list[Tensor | None]:
-    return [None if p is None else p.pin_memory() for p in (side.matrix, side.values)]  # as they are where they are
+    """As they are where they are pinned. LAPACK leaves inverses column by column: turned here, and not by who takes
+    them over, who would wait for it.
+    """
+    return [None if p is None else p.contiguous().pin_memory() for p in (side.matrix, side.values)]
 
 
 def _to_device(solutions: Solutions, device: torch.device) -> Solutions:

@@ -41,6 +41,8 @@ class Task:
 
     def solve_at_home(self) -> list[Solution]:
         """The solutions, made here and now."""
+        if self.home is not None and self.home.type == "cuda":
+            torch.cuda.synchronize(self.home)  # copies may still be on their way
         return solve_tensors(self.solver, [factor.to(self.device) for factor in self.factors])
 
 

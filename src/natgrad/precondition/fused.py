@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.layout import Layout
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, triton_type
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable, triton_type
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates
 from natgrad.precondition.replay import side_by_side
@@ -29,7 +29,7 @@ except ImportError:  # no Triton: not on this system, or a torch without a GPU
     kernels = None  # type: ignore[assignment]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST = 2**31
+_MOST = 2**31 - 2**14
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -133,7 +133,7 @@ def _piece(stack: Stack, layout: Layout, gradient: Tensor, entry: int, column: i
 def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str) -> Fused | None:
     """The arithmetic of these stacks for gradients that lie as these do; None where kernels cannot do it."""
     first = stacks[0].device
-    if not _able(first):
+    if not able(first):
         return None
     pieces: list[list[_Piece]] = []
     for stack in stacks:
@@ -147,7 +147,7 @@ def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str)
             for layout in member.block.layouts:
                 gradient = gradients[layout.name]
                 if gradient is not None:
-                    fits = gradient.device == first and gradient.dtype in _DTYPES and gradient.numel() < _MOST
+                    fits = gradient.device == first and gradient.dtype in _DTYPES and countable(gradient)
                     piece = _piece(stack, layout, gradient, entry, column) if fits else None
                     if piece is None:
                         return None
@@ -156,10 +156,6 @@ def fused(stacks: Sequence[Stack], gradients: Gradients, solver: str, rule: str)
             entry += entries
         pieces.append(own)
     return Fused(stacks, pieces, solver, rule)
-
-
-def _able(device: torch.device) -> bool:
-    return kernels is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Memory:
@@ -181,7 +177,8 @@ class Memory:
     def send(self) -> None:
         """All pointers are known, or some have changed."""
         assert self._sent is not None, "only what lasts is sent again"
-        self._sent.copy_(torch.tensor(self.pointers, dtype=torch.int64, pin_memory=True), non_blocking=True)
+        here = torch.tensor(self.pointers, dtype=torch.int64, device=HOST, pin_memory=True)
+        self._sent.copy_(here, non_blocking=True)
 
 
 class Fused:
@@ -320,16 +317,17 @@ class Fused:
         if self._solver == "inverse":
             return self._each(memory.matrices, lambda stack, matrix: stack.multiplied(matrix))
         rotated = self._each(memory.matrices, lambda stack, matrix: stack.rotated(matrix))
-        # Where all sides are diagonal it is the gradient itself, which is needed once more.
-        rotated = [a.clone() if a is b else a for a, b in zip(rotated, memory.matrices, strict=True)]
+        # Where all sides are diagonal it is the gradient itself, or another view of it, which is needed once more.
+        pairs = zip(rotated, memory.matrices, strict=True)
+        rotated = [a.clone() if a.data_ptr() == b.data_ptr() else a for a, b in pairs]
         if self._quotients is None:
             for stack, matrix in zip(self._stacks, rotated, strict=True):
                 _, rows, columns = stack.shape
                 matrix[:, :rows, :columns].div_(divisor(self._rule, stack.values(), stack.scale, damping))
         else:
             values = [stack.values() for stack in self._stacks]
-            pairs = [(own[0], own[1] if len(own) == 2 else columns_of(own)) for own in values]
-            for number, (matrix, pair) in enumerate(zip(rotated, pairs, strict=True)):
+            sides = [(own[0], own[1] if len(own) == 2 else columns_of(own)) for own in values]
+            for number, (matrix, pair) in enumerate(zip(rotated, sides, strict=True)):
                 at = self._of(number) + 3
                 memory.pointers[at : at + 3] = [tensor.data_ptr() for tensor in (matrix, *pair)]
             sent = memory.sent()

@@ -151,13 +151,11 @@ class Preconditioner:
         blocks = list(blocks)
         request = Request(step, {}, {}, {}, {}, None if others is None else others.placed)
         if others is None and whole is None and blocks and able(blocks):
-            preparation = self._preparation(blocks)
-            if preparation.fits:
-                prepared = preparation.run(damping)
-                request.factors.update(prepared.factors)
-                request.scales.update(zip(blocks, prepared.scales, strict=True))
-                request.keys.update((block, self.keys(block)) for block in blocks)
-                return request
+            prepared = self._preparation(blocks).run(damping)
+            request.factors.update(prepared.factors)
+            request.scales.update(zip(blocks, prepared.scales, strict=True))
+            request.keys.update((block, self.keys(block)) for block in blocks)
+            return request
         for block in blocks:
             estimate = block.estimate(whole)
             sides, scale = self._prepare(estimate, damping)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad import launches
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, uploaded
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, uploaded
 from natgrad.solve.damping import factored_damping
 
 try:
@@ -22,7 +23,9 @@ except ImportError:  # no Triton: not on this system, or a torch without a GPU
 
 _BLOCK = 4096
 _TRACE = 1024
-_MOST = 2**31
+_MOST = 2**31 - _BLOCK
+# Each begins where four elements are stored at once.
+_STEP = 4
 
 Keys = Sequence[tuple[Hashable, ...]]
 
@@ -49,7 +52,9 @@ def able(blocks: Sequence[KroneckerBlock]) -> bool:
     """Whether the kernels can do it."""
     factors = [factor for block in blocks for factor in block.straight.sides]
     first = factors[0].sum
-    if kernels is None or not first.is_cuda or torch.cuda.get_device_capability(first.device) < (8, 0):
+    if not launches.able(first.device):
+        return False
+    if sum(factor.sum.numel() + _STEP for factor in factors) >= _MOST:  # no room in memory that kernels can count
         return False
     return all(block.swapped is None for block in blocks) and all(
         factor.sum.dtype == torch.float32
@@ -84,9 +89,9 @@ class Preparation:
         self._entries, self._first = entries, first
         factors = list(named.values())
         of_entries = [number for number, factor in enumerate(factors) for _ in range(factor.stack)]
-        self._factors_of_entries = uploaded(torch.tensor(of_entries), self._device)
+        self._factors_of_entries = uploaded(torch.tensor(of_entries, device=HOST), self._device)
         sizes = [factor.sum.shape[1] for factor in factors for _ in range(factor.stack)]
-        self._sizes = uploaded(torch.tensor(sizes, dtype=torch.float64), self._device)
+        self._sizes = uploaded(torch.tensor(sizes, dtype=torch.float64, device=HOST), self._device)
         self._groups = [self._group(count, keys) for count in sorted({len(own) for own in keys})]
         self._starts: dict[Hashable, int] = {}
         self._make_launches()
@@ -101,8 +106,8 @@ class Preparation:
         scales = [number for number in chosen for _ in range(self._stack(number))]
         return _Group(
             chosen,
-            [uploaded(torch.tensor(side), self._device) for side in sides],
-            uploaded(torch.tensor(scales), self._device),
+            [uploaded(torch.tensor(side, device=HOST), self._device) for side in sides],
+            uploaded(torch.tensor(scales, device=HOST), self._device),
             lengths,
         )
 
@@ -123,7 +128,7 @@ class Preparation:
             traces.append((slot, size, dense, entry))
             damped.setdefault(4 if count % 4 == 0 else 1, []).append((slot, start, count, size, dense, entry))
             self._starts[key] = start
-            start += -(-count // 4) * 4
+            start += -(-count // _STEP) * _STEP
         self._length = start
         stacks = [factor.stack for factor in self._named.values()]
         self._traces = Launch(kernels.trace_kernel, traces, stacks, self._device, BLOCK=_TRACE)
@@ -138,11 +143,6 @@ class Preparation:
             )
             for by, rows in damped.items()
         ]
-
-    @property
-    def fits(self) -> bool:
-        """Whether all of it has room in one piece of memory that kernels can count."""
-        return self._length < _MOST
 
     def run(self, damping: float) -> Prepared:
         """The factors as they are now."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses, bits, triton_type
+from natgrad.launches import ALIGNED_BYTES, Launch, able, addresses, bits, countable, triton_type
 
 try:
     from natgrad.statistics import kernels
@@ -43,7 +43,7 @@ Pair = tuple[int, int]
 
 def takes(x: Tensor) -> bool:
     """Whether a tensor of a 2-d convolution or norm layer is one for these kernels."""
-    if not sums(x) or x.numel() >= 2**31:
+    if not sums(x) or not countable(x):
         return False
     return x.dtype != torch.float32 or rounds()
 
@@ -55,9 +55,9 @@ def rounds() -> bool:
 
 def sums(x: Tensor) -> bool:
     """Whether a tensor of a norm layer is one for `Norm`."""
-    if not x.is_cuda or kernels is None or x.dim() != 4 or x.numel() == 0:
+    if not x.is_cuda or x.dim() != 4 or x.numel() == 0:
         return False
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _capability(x.device) >= (8, 0)
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and able(x.device)
 
 
 # Works
@@ -91,6 +91,11 @@ class Image:
     def places(self) -> int:
         """Pixels of a case."""
         return self.shape[2] * self.shape[3]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a case begins where the one before it ends."""
+        return self.by_case == self.shape[1] * self.places
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
@@ -134,10 +139,12 @@ class Patches:
         direct = pixels and not image.along_channels and places[0] * places[1] > _SHORT
         along_channels = not direct and (bool(image.along_channels) or channels * self.groups > 8)
         half = image.dtype != torch.float32
-        if along_channels and not (image.along_channels and (half or elements == 1)):
+        correlates = self._correlates(channels, along_channels, places)
+        lies_well = image.along_channels and (half or elements == 1) and (image.is_dense or not correlates)
+        if along_channels and not lies_well:
             slot, image = plan.copied(slot, image)
         strip = Strip.of(image, channels, along_channels=along_channels)
-        if self._correlates(channels, along_channels, places):
+        if correlates:
             self._correlated(plan, slot, strip, places)
             return
         moment = plan.moment(
@@ -319,10 +326,12 @@ _WORKS_KEPT = 4096
 
 def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
     """Each case's gradient of a batch norm's gain, (N, C): see `Norm`."""
-    derivative = readable(derivative)
+    derivative, x = readable(derivative), readable(x)
     if Image.of(x) != Image.of(derivative):
         x = torch.empty_like(derivative).copy_(x)
-    tensors = [derivative, readable(x), mean, reciprocal]
+    if Image.of(x) != Image.of(derivative):  # the derivative is a part of a larger tensor, and its like is dense
+        derivative = torch.empty_like(derivative).copy_(derivative)
+    tensors = [derivative, x, mean, reciprocal]
     return _gain_plan(Image.of(derivative), derivative.device).run(tensors)[0]
 
 
@@ -544,7 +553,7 @@ class Plan:
         return product
 
     def correlation(self, slot: int, strip: Strip, kernel: Pair) -> _Product:
-        """The products of all pixels with those at each offset, (C, offsets · C)."""
+        """The products of all pixels with those at each offset, (C, offsets · C), of a dense image."""
         channels, rows = strip.channels, strip.cases * strip.height * strip.width
         offsets = kernel[1] + (kernel[0] - 1) * (2 * kernel[1] - 1)
         columns = offsets * channels
@@ -779,8 +788,3 @@ def _processors(device: torch.device) -> int:
         return 4
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, addresses
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable
 
 try:
     from natgrad.statistics import kernels
@@ -42,7 +42,7 @@ def move(sums: Sequence[Tensor], moments: Sequence[Tensor], flags: Tensor, decay
         with torch.cuda.device_of(flags):
             pointers = addresses([tensor.data_ptr() for tensor in pairs], device)
             for launch in _launches("move_kernel", tuple(moment.numel() for moment in moments), 2, device):
-                launch(pointers, flags.view(torch.uint8), decay)
+                launch(pointers, flags.view(torch.uint8), float(decay))  # compiled for a float, once
     elif device.type == "cpu":
         # Nobody waits for an answer here, and one pass over memory is enough.
         for total, flag, moment in zip(sums, flags.tolist(), moments, strict=True):
@@ -57,22 +57,22 @@ def move(sums: Sequence[Tensor], moments: Sequence[Tensor], flags: Tensor, decay
 
 def numbers(values: Sequence[float], device: torch.device) -> Tensor:
     """Numbers on a device, in float64; nobody waits for them."""
-    here = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    here = torch.tensor(values, dtype=torch.float64, device=HOST, pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
 
 
 def _fit(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can have them."""
     first = tensors[0]
-    if kernels is None or not first.is_cuda or torch.cuda.get_device_capability(first.device) < (8, 0):
-        return False
     device = first.device
+    if not able(device):
+        return False
     return all(
         tensor.dtype == torch.float32
         and tensor.is_contiguous()
         and tensor.device == device
         and tensor.data_ptr() % ALIGNED_BYTES == 0
-        and tensor.numel() < 2**31
+        and countable(tensor)
         for tensor in tensors
     )
 

@@ -7,7 +7,7 @@ the backward pass is over, or until too much is held.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from natgrad.statistics.vectors import ByChannel, Vector
 
 # What may wait, in bytes.
 _HELD = 2**28
+# Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
+_RESULTS = 2**29
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,25 @@ class Waiting:
         self._held = sum(entry.bytes for entry in self._entries)
         intact = True
         for device in dict.fromkeys(entry.tensors[0].device for entry in entries):
-            own = [entry for entry in entries if entry.tensors[0].device == device]
-            moments = iter(gpu.moments([entry.work for entry in own], [entry.tensors for entry in own]))
-            for entry in own:
-                whole = entry.is_intact
-                intact = intact and whole
-                for deliver in entry.deliver:
-                    moment = next(moments)
-                    deliver(moment if whole else torch.full_like(moment, torch.nan))
+            for own in _groups(entry for entry in entries if entry.tensors[0].device == device):
+                moments = iter(gpu.moments([entry.work for entry in own], [entry.tensors for entry in own]))
+                for entry in own:
+                    whole = entry.is_intact
+                    intact = intact and whole
+                    for deliver in entry.deliver:
+                        moment = next(moments)
+                        deliver(moment if whole else torch.full_like(moment, torch.nan))
         return intact
+
+
+def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
+    """Entries that are done together."""
+    found: list[list[_Entry]] = [[]]
+    room = _RESULTS
+    for entry in entries:
+        room -= entry.work.results
+        if room < 0 and found[-1]:
+            found.append([])
+            room = _RESULTS - entry.work.results
+        found[-1].append(entry)
+    return found
