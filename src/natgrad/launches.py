@@ -20,6 +20,8 @@ from natgrad.errors import NatgradWarning
 
 ALIGNED_BYTES = 16
 """Where tensors have to begin."""
+COUNTABLE = 2**31 - 2**14
+"""Elements that kernels, which count in 32 bits, can tell apart; the last program's part may end a little later."""
 HOST = torch.device("cpu")
 """Where tables are made, whatever the user's default is."""
 
@@ -29,7 +31,8 @@ def able(device: torch.device) -> bool:
     """Whether kernels run on a device; they are tried once. Triton needs a C compiler, and `Launch` a Triton that
     launches what it has compiled as this one does.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    # On other makers' GPUs nobody has tried.
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
         from natgrad import pieces
@@ -59,11 +62,9 @@ def _tried(kernel: Any, device: torch.device) -> bool:
 
 
 def countable(tensor: Tensor) -> bool:
-    """Whether kernels, which count in 32 bits, get from its first to its last element. One that is a part of a larger
-    tensor is as long as that; and the last program's part may end a little later.
-    """
+    """Whether kernels get from its first to its last element: a part of a larger tensor is as long as that."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last < 2**31 - 2**14 and tensor.numel() < 2**31 - 2**14
+    return last < COUNTABLE and tensor.numel() < COUNTABLE
 
 
 def bits(number: float) -> int:
@@ -72,9 +73,9 @@ def bits(number: float) -> int:
     return int(found)
 
 
-def addresses(tensors: Sequence[int], device: torch.device) -> Tensor:
+def addresses(pointers: Sequence[int], device: torch.device) -> Tensor:
     """Where tensors are, on the device; nobody waits for it."""
-    return uploaded(torch.tensor(tensors, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda"), device)
+    return uploaded(torch.tensor(pointers, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda"), device)
 
 
 def triton_type(value: Any) -> Any:
@@ -89,6 +90,11 @@ def triton_type(value: Any) -> Any:
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device; nobody waits for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stream_of(device: torch.device) -> int:
+    """What works are launched on: tables that went to the device on one stream are not for another."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 class Launch:

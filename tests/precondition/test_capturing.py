@@ -104,3 +104,15 @@ def test_nothing_waits_for_garbage_collection() -> None:
         assert before() is None
     finally:
         gc.enable()
+
+
+def test_kernels_are_not_prepared_for_ever_new_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(preconditioner, "fused", lambda *_: made.append(1))
+    own = Preconditioner("eigen", "joint")
+    for _ in range(100):
+        own._fused(STACKS, {"a": torch.zeros(3), "b": None})
+    assert len(made) == 1
+    for size in range(200):
+        own._fused(STACKS, {"a": torch.zeros(4 + size), "b": None})
+    assert len(made) < 50

@@ -159,9 +159,9 @@ def test_factors_are_handed_over_as_block_by_block(options: dict[str, Any], monk
     functional.cross_entropy(model(torch.randn(8, 3, 8, 8).cuda()), (torch.arange(8) % 12).cuda()).backward()
     kfac.step()
     own, blocks = kfac._preconditioner, list(kfac.blocks)
-    assert preconditioner.able(blocks)
+    assert preconditioner.prepares(blocks)
     together = own.prepare(blocks, 0.01, 1)
-    monkeypatch.setattr(preconditioner, "able", lambda blocks: False)
+    monkeypatch.setattr(preconditioner, "prepares", lambda blocks: False)
     each = own.prepare(blocks, 0.01, 1)
     assert together.keys == each.keys
     dense = {factor.untyped_storage().data_ptr() for factor in together.factors.values() if factor.dim() == 3}

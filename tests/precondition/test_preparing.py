@@ -31,5 +31,5 @@ def block(*sizes: int) -> Any:
 def test_factors_that_32_bits_cannot_count_are_prepared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "able", lambda device: True)
     layer = [block(1280, 5121), block(5120, 1281), block(3840, 1281), block(1280, 1281)]  # GPT-2 large has 36
-    assert preparing.able(layer * 20)
-    assert not preparing.able(layer * 36)
+    assert preparing.prepares(layer * 20)
+    assert not preparing.prepares(layer * 36)

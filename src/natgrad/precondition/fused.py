@@ -57,7 +57,7 @@ class _Steps:
 
 def _steps(layout: Layout, gradient: Tensor) -> _Steps | None:
     """How a gradient lies, as a layout's matrix sees it; None where that is more than one can say in few numbers."""
-    if 0 in gradient.stride():
+    if any(stride == 0 and size > 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True)):
         return None
     try:
         view = layout.to_view(gradient)

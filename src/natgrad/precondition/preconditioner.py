@@ -15,7 +15,7 @@ from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.fused import Fused, fused, lies
-from natgrad.precondition.preparing import Preparation, able
+from natgrad.precondition.preparing import Preparation, prepares
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
 from natgrad.precondition.replay import Replay, side_by_side
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
@@ -26,6 +26,8 @@ THREADS = 8
 
 _TURNS = 128
 """Of blocks that are decomposed together: where they take turns there are some."""
+_CHANGES = 32
+"""Of gradients, more often than not, after which they are done without kernels of their own."""
 _KINDS = 8
 """Of gradients that kernels are prepared for at a time: some may be missing now and then."""
 
@@ -119,6 +121,7 @@ class Preconditioner:
         # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
         self._compiled_directions = torch.compile(self._directions) if compiled else None
         self._preparations: dict[tuple[int, ...], Preparation] = {}
+        self._prepared = 0  # kinds of gradients that were new, less those that were not
         self._arithmetics: dict[Hashable, Fused | None] = {}
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
@@ -150,7 +153,7 @@ class Preconditioner:
         others = self.others
         blocks = list(blocks)
         request = Request(step, {}, {}, {}, {}, None if others is None else others.placed)
-        if others is None and whole is None and blocks and able(blocks):
+        if others is None and whole is None and blocks and prepares(blocks):
             prepared = self._preparation(blocks).run(damping)
             request.factors.update(prepared.factors)
             request.scales.update(zip(blocks, prepared.scales, strict=True))
@@ -342,6 +345,9 @@ class Preconditioner:
         """The kernels for gradients that lie as these do; the same object as long as they do."""
         present = [gradients[name] for stack in stacks for name in stack.names]
         key = (*map(id, stacks), *(None if one is None else lies(one) for one in present))
+        self._prepared += 1 if key not in self._arithmetics else -min(1, self._prepared)
+        if self._prepared > _CHANGES:
+            return None  # gradients come and go in ever new ways: tables would be made in every step
         if key not in self._arithmetics:
             if len(self._arithmetics) >= _KINDS:
                 self._arithmetics.clear()
@@ -356,6 +362,7 @@ class Preconditioner:
             if self._replay is not None:
                 self._replay.clear()
             self._arithmetics.clear()
+            self._prepared = 0
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks

@@ -48,7 +48,7 @@ class _Group:
     lengths: list[int]
 
 
-def able(blocks: Sequence[KroneckerBlock]) -> bool:
+def prepares(blocks: Sequence[KroneckerBlock]) -> bool:
     """Whether the kernels can do it."""
     factors = [factor for block in blocks for factor in block.straight.sides]
     first = factors[0].sum

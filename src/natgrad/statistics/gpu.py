@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, Launch, able, addresses, bits, countable, triton_type
+from natgrad.launches import ALIGNED_BYTES, COUNTABLE, Launch, able, addresses, bits, countable, stream_of, triton_type
 
 try:
     from natgrad.statistics import kernels
@@ -43,7 +43,7 @@ Pair = tuple[int, int]
 
 def takes(x: Tensor) -> bool:
     """Whether a tensor of a 2-d convolution or norm layer is one for these kernels."""
-    if not sums(x) or not countable(x):
+    if not sums(x) or not countable(x) or x.shape[1] ** 2 >= COUNTABLE:
         return False
     return x.dtype != torch.float32 or rounds()
 
@@ -284,17 +284,18 @@ def moments(works: Sequence[Work], tensors: Sequence[Sequence[Tensor]]) -> list[
     works themselves, as objects: to compare what they say would take longer than to launch.
     """
     device = tensors[0][0].device
-    key: tuple[torch.device | int, ...] = (device, *map(id, works))
-    plan = _PLANS.get(key)
+    key: tuple[torch.device | int, ...] = (device, stream_of(device), *map(id, works))
+    plan = _PLANS.pop(key, None)
     if plan is None:
-        if len(_PLANS) >= _PLANS_KEPT:
-            _PLANS.clear()
-        plan = _PLANS[key] = Plan(device, works)
+        plan = Plan(device, works)
+    _PLANS[key] = plan  # the last that was used is the last to go
+    if len(_PLANS) > _PLANS_KEPT:
+        del _PLANS[next(iter(_PLANS))]
     return plan.run([tensor for some in tensors for tensor in some])
 
 
 _PLANS: dict[tuple[torch.device | int, ...], Plan] = {}
-_PLANS_KEPT = 512
+_PLANS_KEPT = 256
 
 
 def moment_of_places(

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable
+from natgrad.launches import ALIGNED_BYTES, COUNTABLE, HOST, Launch, able, addresses, stream_of
 
 try:
     from natgrad.statistics import kernels
@@ -29,7 +29,7 @@ def finite(moments: Sequence[Tensor]) -> Tensor:
     bad = torch.zeros(len(moments), dtype=torch.int32, device=device)
     with torch.cuda.device_of(bad):
         pointers = addresses([moment.data_ptr() for moment in moments], device)
-        for launch in _launches("finite_kernel", tuple(moment.numel() for moment in moments), 1, device):
+        for launch in _launches("finite_kernel", _counts(moments), 1, device, stream_of(device)):
             launch(pointers, bad)
     return bad == 0
 
@@ -41,7 +41,7 @@ def move(sums: Sequence[Tensor], moments: Sequence[Tensor], flags: Tensor, decay
         pairs = [pair for one in zip(sums, moments, strict=True) for pair in one]
         with torch.cuda.device_of(flags):
             pointers = addresses([tensor.data_ptr() for tensor in pairs], device)
-            for launch in _launches("move_kernel", tuple(moment.numel() for moment in moments), 2, device):
+            for launch in _launches("move_kernel", _counts(moments), 2, device, stream_of(device)):
                 launch(pointers, flags.view(torch.uint8), float(decay))  # compiled for a float, once
     elif device.type == "cpu":
         # Nobody waits for an answer here, and one pass over memory is enough.
@@ -72,15 +72,19 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
         and tensor.is_contiguous()
         and tensor.device == device
         and tensor.data_ptr() % ALIGNED_BYTES == 0
-        and countable(tensor)
+        and tensor.numel() < COUNTABLE
         for tensor in tensors
     )
 
 
+def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
 @lru_cache(maxsize=64)
-def _launches(kernel: str, counts: tuple[int, ...], slots: int, device: torch.device) -> list[Launch]:
+def _launches(kernel: str, counts: tuple[int, ...], slots: int, device: torch.device, stream: int) -> list[Launch]:
     """Of a kernel that walks over tensors of so many elements, each with so many pointers: four elements at a time
-    where that goes.
+    where that goes. For one `stream`.
     """
     pieces: dict[int, list[tuple[int, ...]]] = {}
     for number, count in enumerate(counts):

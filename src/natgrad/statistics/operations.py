@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from natgrad.launches import COUNTABLE
 from natgrad.statistics import correlation, gpu, phases
 from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
@@ -223,7 +224,9 @@ class Convolution:
         """Whether its inputs are for `natgrad.statistics.gpu`."""
         # Patches of an image's three colours are small, and its memory is read in pieces that are smaller still.
         few = x.dim() == 4 and x.shape[1] < 8 and math.prod(self.kernel) > 1
-        return not self.transposed and not few and gpu.takes(x)
+        if self.transposed or few or not gpu.takes(x):
+            return False
+        return self.groups * (x.shape[1] // self.groups * math.prod(self.kernel)) ** 2 < COUNTABLE
 
     def _gpu_factor(self, x: Tensor, *, homogeneous: bool) -> Tensor:
         (k, m), (s, t), (p, q), (d, e) = self.kernel, self.stride, self.padding, self.dilation
