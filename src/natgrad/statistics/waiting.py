@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.launches import stream_of
 from natgrad.statistics import gpu
 from natgrad.statistics.gpu import Image, Norm, Patches, Work
 from natgrad.statistics.operations import Convolution, Operation
@@ -113,6 +114,7 @@ class _Entry:
     versions: list[int]
     deliver: list[Callable[[Tensor], None]]
     bytes: int
+    stream: int  # on which they came
 
     @property
     def grows(self) -> bool:
@@ -154,7 +156,8 @@ class Waiting:
                 last.deliver.append(deliver)
                 return
         own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._entries.append(_Entry(work, tensors, [tensor._version for tensor in tensors], [deliver], own))
+        versions, stream = [tensor._version for tensor in tensors], stream_of(tensors[0].device)
+        self._entries.append(_Entry(work, tensors, versions, [deliver], own, stream))
         self._held += own
 
     def flush(self, *, everything: bool = True) -> bool:
@@ -169,7 +172,9 @@ class Waiting:
         self._held = sum(entry.bytes for entry in self._entries)
         intact = True
         for device in dict.fromkeys(entry.tensors[0].device for entry in entries):
-            for own in _groups(entry for entry in entries if entry.tensors[0].device == device):
+            there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
+            _await(entry for entry in there if entry.stream != now)
+            for own in _groups(there):
                 moments = iter(gpu.moments([entry.work for entry in own], [entry.tensors for entry in own]))
                 for entry in own:
                     whole = entry.is_intact
@@ -178,6 +183,16 @@ class Waiting:
                         moment = next(moments)
                         deliver(moment if whole else torch.full_like(moment, torch.nan))
         return intact
+
+
+def _await(entries: Iterable[_Entry]) -> None:
+    """Tensors that came on other streams than the present one, of models that use several."""
+    for entry in entries:
+        device = entry.tensors[0].device
+        now = torch.cuda.current_stream(device)
+        now.wait_stream(torch.cuda.ExternalStream(entry.stream, device))
+        for tensor in entry.tensors:
+            tensor.record_stream(now)
 
 
 def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
