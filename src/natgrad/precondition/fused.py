@@ -341,7 +341,7 @@ class Fused:
         with side_by_side(self._stacks) as lane:
             for stack, matrix in zip(self._stacks, matrices, strict=True):
                 with lane():
-                    found.append(function(stack, matrix))
+                    found.append(function(stack, matrix).contiguous())  # as products are; kernels count on it
         return found
 
     def _squared_length(self, sent: Tensor) -> Tensor:
