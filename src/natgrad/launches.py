@@ -7,6 +7,7 @@ changes from step to step is where tensors are.
 
 from __future__ import annotations
 
+import importlib
 import struct
 import warnings
 from collections.abc import Callable, Sequence
@@ -95,6 +96,11 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 def stream_of(device: torch.device) -> int:
     """What works are launched on: tables that went to the device on one stream are not for another."""
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def kernel(package: str, name: str) -> Any:
+    """A kernel of ``natgrad.<package>.kernels``, which only systems with Triton can import: ask `able` first."""
+    return getattr(importlib.import_module(f"natgrad.{package}.kernels"), name)
 
 
 class Launch:

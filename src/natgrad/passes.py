@@ -26,8 +26,8 @@ from natgrad.clock import Clock
 from natgrad.launches import ALIGNED_BYTES
 from natgrad.remaining import Remaining
 from natgrad.statistics import gpu
-from natgrad.statistics.gpu import Work
 from natgrad.statistics.gram import second_moment
+from natgrad.statistics.plans import Work
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
 from natgrad.statistics.waiting import Late, Waiting, late

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.statistics.gpu import Image, readable
+from natgrad.statistics.image import Image, readable
 
 
 def numbered(*shape: int, last: bool = False) -> Tensor:

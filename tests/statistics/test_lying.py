@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from natgrad.statistics import gpu
-from natgrad.statistics.gpu import Image, Patches, Plan
+from natgrad.statistics import gpu, plans
+from natgrad.statistics.gpu import Patches
+from natgrad.statistics.image import Image
+from natgrad.statistics.plans import Plan
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
@@ -49,16 +50,13 @@ def test_a_norm_layers_tensors_lie_alike(
         derivative, x = x, derivative
     given: list[Tensor] = []
 
-    def plan(image: Image, device: torch.device) -> Any:
-        def run(tensors: list[Tensor]) -> list[Tensor]:
-            given.extend(tensors)
-            assert Image.of(tensors[0]) == Image.of(tensors[1]) == image
-            assert image.along_channels is not None
-            return tensors
+    def moments(works: list[Any], tensors: list[list[Tensor]]) -> list[Tensor]:
+        given.extend(tensors[0])
+        assert Image.of(given[0]) == Image.of(given[1]) == works[0].image
+        assert works[0].image.along_channels is not None
+        return given[:1]
 
-        return SimpleNamespace(run=run)
-
-    monkeypatch.setattr(gpu, "_gain_plan", plan)
+    monkeypatch.setattr(gpu, "moments", moments)
     channels = derivative.shape[1]
     gpu.gain_gradients(derivative, x, torch.zeros(channels), torch.ones(channels))
     assert torch.equal(given[0], derivative)
@@ -67,10 +65,9 @@ def test_a_norm_layers_tensors_lie_alike(
 
 def kernels_of(work: Patches, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
-    names = ("moment", "correlation", "spread", "finish", "channels_last")
-    monkeypatch.setattr(gpu, "kernels", SimpleNamespace(**{f"{name}_kernel": name for name in names}))
-    monkeypatch.setattr(gpu, "triton_type", lambda value: value)
-    monkeypatch.setattr(gpu, "Launch", lambda kernel, *given, **options: launched.append(kernel))
+    monkeypatch.setattr(plans, "kernel", lambda package, name: name.removesuffix("_kernel"))
+    monkeypatch.setattr(plans, "triton_type", lambda value: value)
+    monkeypatch.setattr(plans, "Launch", lambda kernel, *given, **options: launched.append(kernel))
     Plan(torch.device("cpu"), [work])
     return launched
 

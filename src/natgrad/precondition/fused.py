@@ -15,18 +15,13 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.layout import Layout
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable, triton_type
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable, kernel, triton_type
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates
 from natgrad.precondition.replay import side_by_side
 from natgrad.precondition.stack import Stack
 from natgrad.solve.damping import columns_of, divisor
 from natgrad.statistics.moving import numbers
-
-try:
-    from natgrad.precondition import kernels
-except ImportError:  # no Triton: not on this system, or a torch without a GPU
-    kernels = None  # type: ignore[assignment]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**31 - 2**14
@@ -181,12 +176,15 @@ class Memory:
         self._sent.copy_(here, non_blocking=True)
 
 
+# The slots of a stack, from its first one on.
+_MATRIX, _DIRECTION, _SCALE, _ROTATED, _ROW_VALUES, _COLUMN_VALUES = range(6)
+_OF_A_STACK = 6
+
+
 class Fused:
     """See the module. Slots: the gradients, and for each stack its matrices, directions, scales and, in the eigenbasis,
     coefficients and the values of rows and columns; then learning rates.
     """
-
-    _OF_A_STACK = 6
 
     def __init__(self, stacks: Sequence[Stack], pieces: Sequence[Sequence[_Piece]], solver: str, rule: str) -> None:
         self._stacks, self._solver, self._rule = stacks, solver, rule
@@ -195,7 +193,7 @@ class Fused:
         self._pieces = pieces
         self._missing = [_missing(stack, own) for stack, own in zip(stacks, pieces, strict=True)]
         slot = {name: number for number, name in enumerate(self.names)}
-        self._rates_at = len(self.names) + self._OF_A_STACK * len(stacks)
+        self._rates_at = len(self.names) + _OF_A_STACK * len(stacks)
         # Kernels by class: each with its pieces' numbers and programs.
         classes: dict[tuple[tuple[str, Any], ...], tuple[list[tuple[int, ...]], list[int]]] = {}
         rate = self._rates_at
@@ -203,35 +201,30 @@ class Fused:
             first = self._of(number)
             for piece in own:
                 rows, programs = classes.setdefault(piece.options, ([], []))
-                rows.append((slot[piece.name], first, first + 1, first + 2, rate, *piece.numbers))
+                slots = (slot[piece.name], first + _MATRIX, first + _DIRECTION, first + _SCALE, rate)
+                rows.append((*slots, *piece.numbers))
                 programs.append(piece.programs)
                 rate += 1
         self._slots = rate
-        divided = {"DIVIDED": solver == "inverse"}
         self._programs = [sum(programs) for _, programs in classes.values()]
         self._gather, self._length, self._scatter = (
-            [
-                Launch(
-                    kernel,
-                    rows,
-                    programs,
-                    self._device,
-                    **{name: triton_type(value) for name, value in options},
-                    **more,
-                )
-                for options, (rows, programs) in classes.items()
-            ]
-            for kernel, more in (
-                (kernels.gather_kernel, {}),
-                (kernels.length_kernel, divided),
-                (kernels.scatter_kernel, divided),
-            )
+            [self._launch(name, rows, programs, dict(options)) for options, (rows, programs) in classes.items()]
+            for name in ("gather_kernel", "length_kernel", "scatter_kernel")
         )
         self._quotients = self._quotient_launches() if (solver, rule) == ("eigen", "joint") else None
 
+    def _launch(
+        self, name: str, rows: Sequence[Sequence[int]], programs: Sequence[int], options: Mapping[str, Any]
+    ) -> Launch:
+        """With those of the options that a kernel knows."""
+        found = kernel("precondition", name)
+        known = {**options, "DIVIDED": self._solver == "inverse"}
+        constants = {key: triton_type(value) for key, value in known.items() if key in found.arg_names}
+        return Launch(found, rows, programs, self._device, **constants)
+
     def _of(self, number: int) -> int:
         """The first slot of a stack."""
-        return len(self.names) + self._OF_A_STACK * number
+        return len(self.names) + _OF_A_STACK * number
 
     def _quotient_launches(self) -> list[Launch]:
         classes: dict[tuple[int, int, int], tuple[list[tuple[int, ...]], list[int]]] = {}
@@ -240,12 +233,12 @@ class Fused:
             of = self._of(number)
             aligned = 4 if padded_columns % 4 == 0 else 1
             tile = (1024, 1) if columns == 1 else (32, 128)
-            slots = (of + 3, of + 4, of + 5, of + 2)
+            slots = (of + _ROTATED, of + _ROW_VALUES, of + _COLUMN_VALUES, of + _SCALE)
             some, programs = classes.setdefault((aligned, *tile), ([], []))
             some.append((*slots, columns, rows, padded_columns, 0, padded_rows * padded_columns, padded_columns))
             programs.append(count * -(-rows // tile[0]) * -(-padded_columns // tile[1]))
         return [
-            Launch(kernels.quotient_kernel, rows, programs, self._device, ALIGNED=a, ROWS=r, COLUMNS=c)
+            self._launch("quotient_kernel", rows, programs, {"ALIGNED": a, "ROWS": r, "COLUMNS": c})
             for (a, r, c), (rows, programs) in classes.items()
         ]
 
@@ -273,19 +266,19 @@ class Fused:
         pointers = memory.pointers
         self.find(gradients, pointers)
         lam = damping if isinstance(damping, Tensor) else numbers([damping], self._device)
-        lasting = self._place_rates(pointers, rates)
+        kept = self._place_rates(pointers, rates)  # until their lengths are measured
         for number, (stack, matrix) in enumerate(zip(self._stacks, memory.matrices, strict=True)):
-            pointers[self._of(number)] = matrix.data_ptr()
-            pointers[self._of(number) + 2] = stack.scale.data_ptr()
+            pointers[self._of(number) + _MATRIX] = matrix.data_ptr()
+            pointers[self._of(number) + _SCALE] = stack.scale.data_ptr()
         sent = memory.sent()
         for launch in self._gather:
             launch(sent)
         directions = self._directions(memory, lam)
         for number, direction in enumerate(directions):
-            pointers[self._of(number) + 1] = direction.data_ptr()
+            pointers[self._of(number) + _DIRECTION] = direction.data_ptr()
         sent = memory.sent()
         clipped = clip(self._squared_length(sent), kappa)
-        del lasting
+        del kept
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
         for launch in self._scatter:
@@ -328,7 +321,7 @@ class Fused:
             values = [stack.values() for stack in self._stacks]
             sides = [(own[0], own[1] if len(own) == 2 else columns_of(own)) for own in values]
             for number, (matrix, pair) in enumerate(zip(rotated, sides, strict=True)):
-                at = self._of(number) + 3
+                at = self._of(number) + _ROTATED
                 memory.pointers[at : at + 3] = [tensor.data_ptr() for tensor in (matrix, *pair)]
             sent = memory.sent()
             for launch in self._quotients:

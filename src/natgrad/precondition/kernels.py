@@ -75,8 +75,6 @@ def length_kernel(
     table,
     owners,
     out,
-    DTYPE: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
     DIVIDED: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,

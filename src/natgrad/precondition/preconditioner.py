@@ -121,7 +121,7 @@ class Preconditioner:
         # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
         self._compiled_directions = torch.compile(self._directions) if compiled else None
         self._preparations: dict[tuple[int, ...], Preparation] = {}
-        self._prepared = 0  # kinds of gradients that were new, less those that were not
+        self._changes = 0  # kinds of gradients that were new, less those that were not
         self._arithmetics: dict[Hashable, Fused | None] = {}
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
@@ -345,10 +345,11 @@ class Preconditioner:
         """The kernels for gradients that lie as these do; the same object as long as they do."""
         present = [gradients[name] for stack in stacks for name in stack.names]
         key = (*map(id, stacks), *(None if one is None else lies(one) for one in present))
-        self._prepared += 1 if key not in self._arithmetics else -min(1, self._prepared)
-        if self._prepared > _CHANGES:
+        known = key in self._arithmetics
+        self._changes = max(0, self._changes - 1) if known else self._changes + 1
+        if self._changes > _CHANGES:
             return None  # gradients come and go in ever new ways: tables would be made in every step
-        if key not in self._arithmetics:
+        if not known:
             if len(self._arithmetics) >= _KINDS:
                 self._arithmetics.clear()
             self._arithmetics[key] = fused(stacks, gradients, self.solver, self.rule)
@@ -362,7 +363,7 @@ class Preconditioner:
             if self._replay is not None:
                 self._replay.clear()
             self._arithmetics.clear()
-            self._prepared = 0
+            self._changes = 0
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])
         return self._stacks

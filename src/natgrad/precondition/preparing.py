@@ -13,13 +13,8 @@ from torch import Tensor
 from natgrad import launches
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import KroneckerBlock
-from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, uploaded
+from natgrad.launches import ALIGNED_BYTES, HOST, Launch, addresses, kernel, uploaded
 from natgrad.solve.damping import factored_damping
-
-try:
-    from natgrad.precondition import kernels
-except ImportError:  # no Triton: not on this system, or a torch without a GPU
-    kernels = None  # type: ignore[assignment]
 
 _BLOCK = 4096
 _TRACE = 1024
@@ -63,10 +58,6 @@ def prepares(blocks: Sequence[KroneckerBlock]) -> bool:
         and factor.sum.data_ptr() % ALIGNED_BYTES == 0
         for factor in factors
     )
-
-
-def _blocks(count: int) -> int:
-    return -(-count // _BLOCK)
 
 
 class Preparation:
@@ -131,10 +122,10 @@ class Preparation:
             start += -(-count // _STEP) * _STEP
         self._length = start
         stacks = [factor.stack for factor in self._named.values()]
-        self._traces = Launch(kernels.trace_kernel, traces, stacks, self._device, BLOCK=_TRACE)
+        self._traces = Launch(kernel("precondition", "trace_kernel"), traces, stacks, self._device, BLOCK=_TRACE)
         self._damp = [
             Launch(
-                kernels.damp_kernel,
+                kernel("precondition", "damp_kernel"),
                 rows,
                 [-(-row[2] // _BLOCK) for row in rows],
                 self._device,

@@ -214,12 +214,12 @@ def finish_kernel(pointers, table, owners, BLOCK: tl.constexpr):
     """Adds up splits, multiplies with a scale, and puts columns that stand kernel element by kernel element into the
     weight's order. Or adds up the squares of rows.
     """
-    numbers, program = piece_of(table, owners, 12)
+    numbers, program = piece_of(table, owners, 11)
     source = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(tl.float32)) + tl.load(numbers + 2)
     out = tl.load(pointers + tl.load(numbers + 3)).to(tl.pointer_type(tl.float32)) + tl.load(numbers + 4)
     count, size, elements = tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
-    splits, apart, squared = tl.load(numbers + 8), tl.load(numbers + 9), tl.load(numbers + 10)
-    scale = tl.load(numbers + 11).to(tl.float32, bitcast=True)
+    splits, squared = tl.load(numbers + 8), tl.load(numbers + 9)
+    scale = tl.load(numbers + 10).to(tl.float32, bitcast=True)
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     entry, row, column = at // (size * size), at // size % size, at % size
@@ -231,7 +231,7 @@ def finish_kernel(pointers, table, owners, BLOCK: tl.constexpr):
     for _ in range(splits):
         value = tl.load(source, mask=inside, other=0.0)
         total += tl.where(squared > 0, value * value, value)
-        source += apart
+        source += count
     tl.store(out + at, total * scale, mask=inside)
 
 

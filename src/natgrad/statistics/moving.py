@@ -9,12 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from natgrad.launches import ALIGNED_BYTES, COUNTABLE, HOST, Launch, able, addresses, stream_of
-
-try:
-    from natgrad.statistics import kernels
-except ImportError:  # no Triton: not on this system, or a torch without a GPU
-    kernels = None  # type: ignore[assignment]
+from natgrad.launches import ALIGNED_BYTES, COUNTABLE, HOST, Launch, able, addresses, kernel, stream_of
 
 _BLOCK = 4096
 
@@ -82,7 +77,7 @@ def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _launches(kernel: str, counts: tuple[int, ...], slots: int, device: torch.device, stream: int) -> list[Launch]:
+def _launches(name: str, counts: tuple[int, ...], slots: int, device: torch.device, stream: int) -> list[Launch]:
     """Of a kernel that walks over tensors of so many elements, each with so many pointers: four elements at a time
     where that goes. For one `stream`.
     """
@@ -92,7 +87,12 @@ def _launches(kernel: str, counts: tuple[int, ...], slots: int, device: torch.de
         pieces.setdefault(4 if count % 4 == 0 else 1, []).append(piece)
     return [
         Launch(
-            getattr(kernels, kernel), rows, [-(-row[slots] // _BLOCK) for row in rows], device, BLOCK=_BLOCK, ALIGNED=by
+            kernel("statistics", name),
+            rows,
+            [-(-row[slots] // _BLOCK) for row in rows],
+            device,
+            BLOCK=_BLOCK,
+            ALIGNED=n,
         )
-        for by, rows in pieces.items()
+        for n, rows in pieces.items()
     ]

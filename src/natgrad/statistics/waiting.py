@@ -15,8 +15,10 @@ from torch import Tensor
 
 from natgrad.launches import stream_of
 from natgrad.statistics import gpu
-from natgrad.statistics.gpu import Image, Norm, Patches, Work
+from natgrad.statistics.gpu import Norm, Patches
+from natgrad.statistics.image import Image
 from natgrad.statistics.operations import Convolution, Operation
+from natgrad.statistics.plans import Work
 from natgrad.statistics.vectors import ByChannel, Vector
 
 # What may wait, in bytes.
