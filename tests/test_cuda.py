@@ -358,7 +358,8 @@ def test_eigendecompositions_by_several_threads_are_those_of_one() -> None:
     broken[3] = torch.nan
     found = symmetric_eigen(broken, threads=4)
     assert found.failed == [False, False, False, True, False, False, False]
-    torch.testing.assert_close(found.values[4], one.values[4])
+    # What is made again is made in float64, one by one.
+    torch.testing.assert_close(found.values[4], one.values[4], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [64, 600])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from natgrad.launches import COUNTABLE, able, bits, countable, stream_of
 from natgrad.statistics.image import Image, readable
-from natgrad.statistics.plans import FINISH, SUMS, Pair, Plan, Sides, Strip, Work, divisor
+from natgrad.statistics.plans import SUMS, Pair, Plan, Sides, Strip, Work, divisor
 
 # From here on differences of offsets are worth their launches (an H200).
 _CORRELATION_FLOPS = 2e10
@@ -136,10 +136,8 @@ class Patches:
         columns = Sides(plan, slot, strip, 3, (kernel[0], margin_x), down)
         columns.add((padding[0], margin_x - 1), (padding[0], 0))
         correlation = plan.correlation(slot, strip, kernel)
-        size = strip.channels * kernel[0] * kernel[1]
-        blocks = -(-size // FINISH)
         numbers = (strip.channels, *kernel, margin_y, margin_x, bits(self.scale))
-        plan.spread(correlation, rows, columns, numbers, size, blocks)
+        plan.spread(correlation, rows, columns, numbers, strip.channels, kernel[0] * kernel[1])
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,9 @@ def correlation_kernel(
 
 
 @triton.jit
-def finish_kernel(pointers, table, owners, BLOCK: tl.constexpr):
-    """Adds up splits, multiplies with a scale, and puts columns that stand kernel element by kernel element into the
-    weight's order. Or adds up the squares of rows.
+def finish_kernel(pointers, table, owners, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Adds up splits, DEPTH at a time, multiplies with a scale, and puts columns that stand kernel element by kernel
+    element into the weight's order. Or adds up the squares of rows.
     """
     numbers, program = piece_of(table, owners, 11)
     source = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(tl.float32)) + tl.load(numbers + 2)
@@ -227,51 +227,40 @@ def finish_kernel(pointers, table, owners, BLOCK: tl.constexpr):
     row = row % elements * channels + row // elements
     column = column % elements * channels + column // elements
     source += (entry * size + row) * size + column
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(splits):
-        value = tl.load(source, mask=inside, other=0.0)
+    total = tl.zeros((DEPTH, BLOCK), dtype=tl.float32)
+    for first in range(0, splits, DEPTH):
+        split = first + tl.arange(0, DEPTH)
+        mask = (split < splits)[:, None] & inside[None, :]
+        value = tl.load(source[None, :] + split.to(tl.int64)[:, None] * count, mask=mask, other=0.0)
         total += tl.where(squared > 0, value * value, value)
-        source += count
-    tl.store(out + at, total * scale, mask=inside)
+    tl.store(out + at, tl.sum(total, 0) * scale, mask=inside)
 
 
 @triton.jit
-def add_up(source, apart, splits, at, mask):
-    """The sum over splits of what is found at some places."""
-    total = tl.load(source + at, mask=mask, other=0.0)
-    for _ in range(1, splits):
-        source += apart
-        total += tl.load(source + at, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit
-def spread_kernel(pointers, table, owners, BLOCK: tl.constexpr):
-    """A part of a row of the factor: each pair of kernel elements has the product at the difference of their offsets,
-    less the places beyond the border that only some pairs see.
+def spread_kernel(pointers, table, owners, FIRSTS: tl.constexpr, SECONDS: tl.constexpr, OTHERS: tl.constexpr):
+    """A part of the factor, some channels at one kernel element with some at all: each pair of kernel elements has the
+    product at the difference of their offsets, less the places beyond the border that only some pairs see.
     """
-    numbers, program = piece_of(table, owners, 22)
+    numbers, program = piece_of(table, owners, 16)
     source = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(tl.float32))
     out = tl.load(pointers + tl.load(numbers + 2)).to(tl.pointer_type(tl.float32)) + tl.load(numbers + 3)
     channels, kernel_height, kernel_width = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
     margin_y, margin_x = tl.load(numbers + 7), tl.load(numbers + 8)
     scale = tl.load(numbers + 9).to(tl.float32, bitcast=True)
-    correlation, splits = source + tl.load(numbers + 10), tl.load(numbers + 11)
-    top, bottom = source + tl.load(numbers + 12), source + tl.load(numbers + 13)
-    across_apart, across_splits = tl.load(numbers + 14), tl.load(numbers + 15)
-    left, right = source + tl.load(numbers + 16), source + tl.load(numbers + 17)
-    down_apart, down_splits = tl.load(numbers + 18), tl.load(numbers + 19)
-    blocks = tl.load(numbers + 20)
-    apart = tl.load(numbers + 21)
+    correlation = source + tl.load(numbers + 10)
+    top, bottom = source + tl.load(numbers + 11), source + tl.load(numbers + 12)
+    left, right = source + tl.load(numbers + 13), source + tl.load(numbers + 14)
+    blocks = tl.load(numbers + 15)
 
     elements = kernel_height * kernel_width
     columns = channels * elements
-    row = program // blocks
-    first, one = row // elements, row % elements
+    rest = program // blocks
+    one = rest % elements
     one_y, one_x = one // kernel_width, one % kernel_width
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    second, other = column // elements, column % elements
+    first = (rest // elements * FIRSTS + tl.arange(0, FIRSTS))[:, None, None]
+    second = (program % blocks * SECONDS + tl.arange(0, SECONDS))[None, :, None]
+    other = tl.arange(0, OTHERS)[None, None, :]
+    inside = (first < channels) & (second < channels) & (other < elements)
     other_y, other_x = other // kernel_width, other % kernel_width
     down, along = other_y - one_y, other_x - one_x
     forward = (down > 0) | ((down == 0) & (along >= 0))
@@ -279,27 +268,30 @@ def spread_kernel(pointers, table, owners, BLOCK: tl.constexpr):
     size_y, size_x = tl.abs(down), tl.where(forward, along, -along)
     offset = tl.where(size_y == 0, size_x, kernel_width + (size_y - 1) * span + size_x + kernel_width - 1)
     offsets = kernel_width + (kernel_height - 1) * span
-    a, b = tl.where(forward, first, second), tl.where(forward, second, first)
-    at = (a * offsets + offset).to(tl.int64) * channels + b
-    value = add_up(correlation, apart, splits, at, inside)
+    # Two loads, each of what lies side by side in memory: by second channels, and by first ones.
+    at = (first * offsets + offset).to(tl.int64) * channels + second
+    value = tl.load(correlation + at, mask=inside & forward, other=0.0)
+    at = (second * offsets + offset).to(tl.int64) * channels + first
+    value += tl.load(correlation + at, mask=inside & (forward == 0), other=0.0)
     # The sides' kernels are parts of the whole one, and stand element by element.
     many = margin_y * kernel_width * channels
     here = (one_y * kernel_width + one_x) * channels + first
     there = (other_y * kernel_width + other_x) * channels + second
     shift = (kernel_height - margin_y) * kernel_width * channels
     upper = inside & (one_y >= kernel_height - margin_y) & (other_y >= kernel_height - margin_y)
-    value -= add_up(top, across_apart, across_splits, (here - shift).to(tl.int64) * many + there - shift, upper)
+    value -= tl.load(top + (here - shift).to(tl.int64) * many + there - shift, mask=upper, other=0.0)
     lower = inside & (one_y < margin_y) & (other_y < margin_y)
-    value -= add_up(bottom, across_apart, across_splits, here.to(tl.int64) * many + there, lower)
+    value -= tl.load(bottom + here.to(tl.int64) * many + there, mask=lower, other=0.0)
     many = margin_x * kernel_height * channels
     here = (one_y * margin_x + one_x) * channels + first
     there = (other_y * margin_x + other_x) * channels + second
     shift = (kernel_width - margin_x) * channels
     outer = inside & (one_x >= kernel_width - margin_x) & (other_x >= kernel_width - margin_x)
-    value -= add_up(left, down_apart, down_splits, (here - shift).to(tl.int64) * many + there - shift, outer)
+    value -= tl.load(left + (here - shift).to(tl.int64) * many + there - shift, mask=outer, other=0.0)
     inner = inside & (one_x < margin_x) & (other_x < margin_x)
-    value -= add_up(right, down_apart, down_splits, here.to(tl.int64) * many + there, inner)
-    tl.store(out + row.to(tl.int64) * columns + column, value * scale, mask=inside)
+    value -= tl.load(right + here.to(tl.int64) * many + there, mask=inner, other=0.0)
+    to = (first * elements + one).to(tl.int64) * columns + second * elements + other
+    tl.store(out + to, value * scale, mask=inside)
 
 
 @triton.jit

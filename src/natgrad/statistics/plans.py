@@ -20,8 +20,10 @@ from natgrad.statistics.image import Image
 _PARTIAL_ELEMENTS = 2**24
 # What rows in float32 are rounded to.
 _ROUNDED = torch.bfloat16
-# Outputs of a program that adds up.
-FINISH = 1024
+# Outputs of a program that adds up, and how many splits it takes in at a time, by how many there are at most.
+_FINISH = {2: (1024, 1), 16: (1024, 4), 2**31: (128, 16)}
+# Channels of a program that spreads correlations: memory is read along both, 32 bytes at least.
+_FIRSTS, _SECONDS = 8, 32
 # Slots of pointers: where results go, and sums on the way to them; tensors and their copies come after.
 _OUT, SUMS, _FIRST = 0, 1, 2
 
@@ -285,18 +287,38 @@ class Plan:
         across: Sides,
         down: Sides,
         numbers: tuple[int, ...],
-        size: int,
-        blocks: int,
+        channels: int,
+        elements: int,
     ) -> None:
         """A correlation, less its sides, is a result."""
+        size = channels * elements
         start = self._result((1, size, size))
+        blocks = -(-channels // _SECONDS)
 
         def later() -> None:
-            sides = (*across.numbers(), *down.numbers())
-            row = (SUMS, _OUT, start, *numbers, correlation.start, correlation.splits, *sides, blocks)
-            self.add(2, "spread_kernel", (*row, correlation.elements), size * blocks, BLOCK=FINISH)
+            sums = [self._added_up(product) for product in (correlation, *across.both(), *down.both())]
+            self.add(
+                3,
+                "spread_kernel",
+                (SUMS, _OUT, start, *numbers, *sums, blocks),
+                -(-channels // _FIRSTS) * elements * blocks,
+                FIRSTS=_FIRSTS,
+                SECONDS=_SECONDS,
+                OTHERS=1 << (elements - 1).bit_length(),
+                num_warps=8,
+            )
 
         self._later.append(later)
+
+    def _added_up(self, product: _Product | None) -> int:
+        """Where one sum is, in place of splits: who spreads it reads each element several times. 0 for nothing."""
+        if product is None:
+            return 0
+        if product.splits == 1:
+            return product.start
+        start, count = self.reserve(product.elements), product.elements
+        self._finish(product.start, start, count, 1, 1, product.splits, 1.0, squared=False, to=SUMS)
+        return start
 
     def _result(self, shape: tuple[int, ...]) -> int:
         start = self._out
@@ -307,7 +329,7 @@ class Plan:
     def _finish(
         self,
         source: int,
-        to: int,
+        start: int,
         count: int,
         size: int,
         elements: int,
@@ -315,10 +337,12 @@ class Plan:
         scale: float,
         *,
         squared: bool,
+        to: int = _OUT,
     ) -> None:
         """Splits are as far apart as they have elements."""
-        row = (SUMS, source, _OUT, to, count, size, elements, splits, int(squared), bits(scale))
-        self.add(2, "finish_kernel", row, -(-count // FINISH), BLOCK=FINISH)
+        row = (SUMS, source, to, start, count, size, elements, splits, int(squared), bits(scale))
+        block, depth = next(shape for most, shape in _FINISH.items() if splits <= most)
+        self.add(2, "finish_kernel", row, -(-count // block), BLOCK=block, DEPTH=depth)
 
     # Making tables
 
@@ -404,13 +428,9 @@ class Sides:
                 self._plan.moment(self._slot, end, kernel=self._kernel, padding=padding, places=self._places)
             )
 
-    def numbers(self) -> tuple[int, ...]:
-        """Where both are, how far splits are apart, and how many there are."""
-        if not self._ends:
-            return (0, 0, 0, 1)
-        near, far = self._ends
-        assert near.splits == far.splits, "both ends are of one size"
-        return near.start, far.start, near.elements, near.splits
+    def both(self) -> Sequence[_Product | None]:
+        """Near the first pixel, and near the last."""
+        return self._ends or (None, None)
 
 
 def _by_options(products: Iterable[_Product]) -> list[list[_Product]]:
