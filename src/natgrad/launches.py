@@ -95,7 +95,11 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 def stream_of(device: torch.device) -> int:
     """What works are launched on: tables that went to the device on one stream are not for another."""
-    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+    if device.type == "cpu":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # What current_stream(device).cuda_stream is, without an object around it: asked for with every tensor that waits.
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def kernel(package: str, name: str) -> Any:

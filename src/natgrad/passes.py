@@ -7,7 +7,7 @@ weight gradients, right after the forward pass, and count once the user's backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,8 @@ from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
-from natgrad.blocks.registry import Tap
+from natgrad.blocks.kronecker import Orientation
+from natgrad.blocks.registry import Tap, Turn
 from natgrad.capture.graph import saved_tensor
 from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
@@ -30,7 +31,7 @@ from natgrad.statistics.gram import second_moment
 from natgrad.statistics.plans import Work
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
-from natgrad.statistics.waiting import Late, Waiting, late
+from natgrad.statistics.waiting import Late, Part, Waiting, late, together
 
 _NOTHING = nullcontext()
 _REMEMBERED = 16  # kinds of tensors of a use
@@ -188,20 +189,64 @@ class Pass:
 
         return hook
 
-    def _take(self, node: Node, numbers: Iterable[int], derivative: Tensor) -> None:
+    def _take(self, node: Node, numbers: Sequence[int], derivative: Tensor) -> None:
         """Takes in the pairs of a node's uses."""
         if derivative.dtype == torch.float16:
             self._owner.half()
         taps, derivative = self._begin(), derivative.detach()
-        with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
-            for number in numbers:
-                saved = self._read(node, number)
-                if number in self._first_use:
-                    self._sum(self._first_use[number], taps[number].use, derivative, saved, self._summed)
-                else:
-                    self._add(taps[number], derivative, saved)
+        saved = [self._read(node, number) for number in numbers]
+        if not self._hold(tuple(numbers), taps, derivative, saved):
+            with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
+                for number, own in zip(numbers, saved, strict=True):
+                    if number in self._first_use:
+                        self._sum(self._first_use[number], taps[number].use, derivative, own, self._summed)
+                    else:
+                        self._add(taps[number], derivative, own)
         if self._late.is_full:
             self.settle(everything=False)
+
+    def _hold(
+        self, numbers: tuple[int, ...], taps: Sequence[Tap], derivative: Tensor, saved: Sequence[Sequence[Tensor]]
+    ) -> bool:
+        """Leaves all that a node's tensors lead to for later, where that is possible: a short way for most layers."""
+        if not self._owner.waits:
+            return False
+        tensors = [derivative]
+        for some in saved:
+            tensors += some
+        key, turns = (numbers, self._lie(tensors)), taps[numbers[0]].turns
+        if key not in turns:
+            if len(turns) >= _REMEMBERED:
+                turns.clear()
+            turns[key] = self._turn(numbers, taps, derivative, saved)
+        turn = turns[key]
+        if turn is None or not all(map(self._owner.takes, turn.factors)) or not self._wait(turn.parts, tensors):
+            return False
+        for orientation, rows in turn.rows:
+            orientation.add_rows(rows)
+        return True
+
+    def _turn(
+        self, numbers: Sequence[int], taps: Sequence[Tap], derivative: Tensor, saved: Sequence[Sequence[Tensor]]
+    ) -> Turn | None:
+        """What a node's tensors lead to; None where some of it cannot wait, or is shared with other uses."""
+        rows: list[tuple[Orientation, int]] = []
+        factors: list[Factor] = []
+        parts: list[Part] = []
+        first = 1  # the derivative comes before what was saved for each use
+        for number, own in zip(numbers, saved, strict=True):
+            tap = taps[number]
+            can_wait = self._late_of(tap, derivative, own)
+            if can_wait is None or any(tap.shared) or number in self._first_use:
+                return None
+            rows.append((tap.orientation, can_wait.rows))
+            for factor, work, which in _works(can_wait, tap.orientation.sides, range(first, first + len(own))):
+                if work is None:
+                    return None
+                factors.append(factor)
+                parts.append(Part(work, which, (partial(factor.add, rows=can_wait.rows),)))
+            first += len(own)
+        return Turn(tuple(rows), tuple(factors), together(parts))
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
@@ -211,7 +256,9 @@ class Pass:
 
     def _needs(self, factor: Factor, *, shared: bool) -> bool:
         """Whether a factor still lacks a use's statistics: one that uses share is filled by the first of them."""
-        if (shared and factor in self._filled) or not self._owner.takes(factor):
+        if not shared:
+            return self._owner.takes(factor)
+        if factor in self._filled or not self._owner.takes(factor):
             return False
         self._filled.add(factor)
         return True
@@ -225,11 +272,15 @@ class Pass:
         rows = operation.rows(saved, derivative) if can_wait is None else can_wait.rows
         tap.orientation.add_rows(rows)
         if can_wait is not None:
-            if inputs and can_wait.inputs is not None:
-                inputs = not self._wait(can_wait.inputs, saved[:1], sides[1], rows)
-            if output and can_wait.output is not None:
-                tensors = can_wait.output_tensors(derivative, saved)
-                output = not self._wait(can_wait.output, tensors, sides[0], rows)
+            tensors = (derivative, *saved)
+            for factor, work, which in _works(can_wait, sides, range(1, len(tensors))):
+                needs = output if factor is sides[0] else inputs
+                if not needs or work is None:
+                    continue
+                some = [tensors[index] for index in which]
+                part = Part(work, tuple(range(len(some))), (partial(factor.add, rows=rows),))
+                waits = self._wait((part,), some)
+                inputs, output = (inputs, not waits) if factor is sides[0] else (not waits, output)
         if not inputs and not output:
             return
         scale = 1.0
@@ -249,30 +300,38 @@ class Pass:
 
     def _late_of(self, tap: Tap, derivative: Tensor, saved: Sequence[Tensor]) -> Late | None:
         """What of a use's statistics can wait; decided once for tensors that lie alike."""
-        lie = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (derivative, *saved)]
-        key = (self._fraction, self.terms, self._rounds, derivative.device, *lie)
-        if key not in tap.late:
-            if len(tap.late) >= _REMEMBERED:
-                tap.late.clear()
-            tap.late[key] = late(
-                tap.use.operation,
-                derivative,
-                saved,
-                fraction=self._fraction,
-                scale=self.terms**2,
-                homogeneous=tap.use.adds_bias,
-                diagonal=[factor.diagonal for factor in tap.orientation.sides],
-            )
+        key = self._lie((derivative, *saved))
+        if key in tap.late:
+            return tap.late[key]
+        if len(tap.late) >= _REMEMBERED:
+            tap.late.clear()
+        tap.late[key] = late(
+            tap.use.operation,
+            derivative,
+            saved,
+            fraction=self._fraction,
+            scale=self.terms**2,
+            homogeneous=tap.use.adds_bias,
+            diagonal=[factor.diagonal for factor in tap.orientation.sides],
+        )
         return tap.late[key]
 
-    def _wait(self, work: Work, tensors: Sequence[Tensor], factor: Factor, rows: int | Tensor) -> bool:
-        """Leaves a work for later; not where kernels cannot read a tensor."""
-        if any(tensor.data_ptr() % ALIGNED_BYTES for tensor in tensors):
-            return False
+    def _lie(self, tensors: Iterable[Tensor]) -> Hashable:
+        """All that decides what can wait, and what is to be computed."""
+        found: list[Hashable] = [self._fraction, self.terms, self._rounds]
+        for tensor in tensors:
+            found += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return tuple(found)
+
+    def _wait(self, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> bool:
+        """Leaves works for later; not where kernels cannot read a tensor."""
+        for tensor in tensors:
+            if tensor.data_ptr() % ALIGNED_BYTES:
+                return False
         if not self._late:
             # At the end of the backward pass at the latest: who goes on after it may write where activations are.
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        self._late.put(work, tensors, partial(factor.add, rows=rows))
+        self._late.put(parts, tensors)
         return True
 
     def settle(self, *, everything: bool = True) -> None:
@@ -392,11 +451,20 @@ class Pass:
         if number in self._given:
             return self._given[number]
         if not use.packed:
-            return tuple(saved_tensor(node, name).detach() for name in use.saved)
+            return tuple([saved_tensor(node, name).detach() for name in use.saved])
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._group:
             return tuple(saved_tensor(node, name).detach() for name in use.saved)
+
+
+def _works(
+    late: Late, sides: Sequence[Factor], saved: Sequence[int]
+) -> Iterator[tuple[Factor, Work | None, tuple[int, ...]]]:
+    """The work for each side, and of which tensors it is: the derivative comes first, what was `saved` has numbers."""
+    yield sides[0], late.output, (0, *saved) if late.by_both else (0,)
+    for number, factor in enumerate(sides[1:]):
+        yield factor, late.inputs if number == 0 else None, tuple(saved[:1])
 
 
 def _ratio(whole: int | Tensor, part: int | Tensor) -> float:

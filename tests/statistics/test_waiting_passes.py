@@ -15,7 +15,7 @@ from natgrad import KFAC, passes
 from natgrad.statistics import gpu
 from natgrad.statistics import waiting as waiting_of
 from natgrad.statistics.operations import Operation
-from natgrad.statistics.waiting import Late
+from natgrad.statistics.waiting import Late, Part
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=False)
 
 
+def part(work: Fake, deliver: Callable[[Tensor], None] = lambda moment: None) -> tuple[Part, ...]:
+    return (Part(work, (0,), (deliver,)),)
+
+
 def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where too much waits, only works whose results are smaller than their tensors are done before the end."""
     _install(monkeypatch, inputs=True, outputs=True)
@@ -87,17 +91,17 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = waiting_of.Waiting()
     for name, results in (("small", 1), ("large", 1000), ("small too", 10)):
-        own.put(work(name, results), [torch.zeros(100)], lambda moment: None)
+        own.put(part(work(name, results)), [torch.zeros(100)])
     assert own.is_full
     assert own.flush(everything=False)
     assert done == ["small", "small too"]
     assert not own.is_full
-    own.put(work("huge", 10**6), [torch.zeros(200)], lambda moment: None)
+    own.put(part(work("huge", 10**6)), [torch.zeros(200)])
     assert own.is_full
     assert own.flush(everything=False)  # nothing makes room: all of them go
     assert done == ["small", "small too", "large", "huge"]
     assert not own
-    own.put(work("last", 1000), [torch.zeros(1)], lambda moment: None)
+    own.put(part(work("last", 1000)), [torch.zeros(1)])
     own.flush()
     assert done[-1] == "last"
 
@@ -114,7 +118,7 @@ def test_no_more_is_done_together_than_tables_can_count(monkeypatch: pytest.Monk
     own = waiting_of.Waiting()
     delivered: list[Tensor] = []
     for results in (60, 40, 1, 99, 250, 10):
-        own.put(Fake(lambda tensors: tensors[0], results), [torch.zeros(1)], delivered.append)
+        own.put(part(Fake(lambda tensors: tensors[0], results), delivered.append), [torch.zeros(1)])
     assert own.flush()
     assert together == [[60, 40], [1, 99], [250], [10]]
     assert len(delivered) == 6

@@ -52,15 +52,19 @@ class Factor(Joined):
 
         A use that does not add the block's bias has a 0 in the bias's coordinate: its sums are one smaller.
         """
+        if moment.shape != self.sum.shape:
+            moment = self._formed(moment)
+        if moment.dtype != self.sum.dtype:
+            moment = moment.to(self.sum.dtype)
+        self.pending = moment if self.pending is None else self.pending + moment
+        self.pending_rows = self.pending_rows + rows
+
+    def _formed(self, moment: Tensor) -> Tensor:
         if (missing := self.sum.shape[1] - moment.shape[1]) > 0:
             moment = functional.pad(moment, [0, missing] * (moment.dim() - 1))
         if moment.dim() > self.sum.dim():
-            moment = moment.diagonal(dim1=-2, dim2=-1)
-        elif moment.dim() < self.sum.dim():
-            moment = moment.diag_embed()
-        moment = moment.to(self.sum.dtype)
-        self.pending = moment if self.pending is None else self.pending + moment
-        self.pending_rows = self.pending_rows + rows
+            return moment.diagonal(dim1=-2, dim2=-1)
+        return moment.diag_embed() if moment.dim() < self.sum.dim() else moment
 
     def discard(self) -> None:
         """Forgets what came in since the last commit."""

@@ -13,13 +13,25 @@ from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
 from natgrad.capture.use import Use, Uses
 from natgrad.statistics.gram import accumulation_dtype
-from natgrad.statistics.waiting import Late
+from natgrad.statistics.waiting import Late, Part
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the tensors of one node lead to, all of which can wait for others: rows to be counted, and works whose
+    moments go to `factors`.
+    """
+
+    rows: tuple[tuple[Orientation, int], ...]
+    factors: tuple[Factor, ...]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Tap:
     """Where one use's statistics go; `shared` says of each side that other blocks have the same factor. `late`
-    remembers what of them can wait for others.
+    remembers what of them can wait for others, `turns` all of it for a node whose first use this is: by how its
+    tensors lie, which is the same in most steps.
     """
 
     use: Use
@@ -27,6 +39,7 @@ class Tap:
     orientation: Orientation
     shared: tuple[bool, ...]
     late: dict[Hashable, Late | None] = field(default_factory=dict, compare=False)
+    turns: dict[Hashable, Turn | None] = field(default_factory=dict, compare=False)
 
 
 class Registry:

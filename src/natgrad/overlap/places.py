@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -138,7 +139,10 @@ class Threads:
             return tasks
         with _Beside(tasks[0].device, _event(tasks)) as stream:
             assert stream is not None, "there is a GPU"
-            brought = [Task(task.solver, task.keys, _pinned(task.factors, stream), task.device) for task in tasks]
+            copies = iter(_pinned([factor for task in tasks for factor in task.factors], stream))
+            brought = [
+                Task(task.solver, task.keys, tuple(islice(copies, len(task.keys))), task.device) for task in tasks
+            ]
             self._copied = torch.cuda.Event()
             self._copied.record(stream)
         return brought
@@ -380,12 +384,32 @@ def _to_host(factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
     """Copies in pinned memory, on their way on this stream."""
-    copies = []
-    for factor in factors:
-        copy = torch.empty(factor.shape, dtype=factor.dtype, device="cpu", pin_memory=True)
-        copies.append(copy.copy_(factor, non_blocking=True))
+    by_home: dict[int, list[int]] = {}
+    for number, factor in enumerate(factors):
+        by_home.setdefault(factor.untyped_storage().data_ptr(), []).append(number)
         factor.record_stream(stream)
-    return tuple(copies)
+    copies: dict[int, Tensor] = {}
+    for numbers in by_home.values():
+        copies |= zip(numbers, _copied_together([factors[number] for number in numbers]), strict=True)
+    return tuple(copies[number] for number in range(len(factors)))
+
+
+def _copied_together(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of one tensor as one copy, unless that has mostly other things."""
+    offsets = [int(factor.storage_offset()) for factor in factors]
+    start = min(offsets)
+    length = max(offset + factor.numel() for offset, factor in zip(offsets, factors, strict=True)) - start
+    all_dense = all(factor.is_contiguous() for factor in factors)
+    if not all_dense or length > 2 * sum(factor.numel() for factor in factors):
+        return [_pinned_copy(factor) for factor in factors]
+    whole = _pinned_copy(factors[0].as_strided((length,), (1,), start))
+    parts = zip(factors, offsets, strict=True)
+    return [whole.as_strided(factor.shape, factor.stride(), offset - start) for factor, offset in parts]
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def _pinned_parts(side: Side) -> list[Tensor | None]:

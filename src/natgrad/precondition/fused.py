@@ -18,7 +18,6 @@ from natgrad.capture.layout import Layout
 from natgrad.launches import ALIGNED_BYTES, HOST, Launch, able, addresses, countable, kernel, triton_type
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.rates import LearningRate, Rates
-from natgrad.precondition.replay import side_by_side
 from natgrad.precondition.stack import Stack
 from natgrad.solve.damping import columns_of, divisor
 from natgrad.statistics.moving import numbers
@@ -329,13 +328,8 @@ class Fused:
         return self._each(rotated, lambda stack, matrix: stack.rotated_back(matrix))
 
     def _each(self, matrices: Sequence[Tensor], function: Callable[[Stack, Tensor], Tensor]) -> list[Tensor]:
-        """Of every stack, which do not wait for each other."""
-        found = []
-        with side_by_side(self._stacks) as lane:
-            for stack, matrix in zip(self._stacks, matrices, strict=True):
-                with lane():
-                    found.append(function(stack, matrix).contiguous())  # as products are; kernels count on it
-        return found
+        """Of every stack; without gaps, as products are: kernels count on it."""
+        return [function(stack, matrix).contiguous() for stack, matrix in zip(self._stacks, matrices, strict=True)]
 
     def _squared_length(self, sent: Tensor) -> Tensor:
         parts = torch.empty(sum(self._programs), dtype=torch.float64, device=self._device)

@@ -17,7 +17,7 @@ from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.fused import Fused, fused, lies
 from natgrad.precondition.preparing import Preparation, prepares
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
-from natgrad.precondition.replay import Replay, side_by_side
+from natgrad.precondition.replay import Replay
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve, update_all
 
@@ -204,8 +204,13 @@ class Preconditioner:
             held = {key for block, keys in request.keys.items() if others.holds(block) for key in keys}
             like = {key: shape for key, shape in request.shapes.items() if key in held}
             others.share_solutions(like, self._sides, self.solver, request.placed)
-        for block, scale in request.scales.items():
-            self._install(block, scale, request.step, held=others is None or others.holds(block))
+        scales = [
+            (self._install(block, scale, request.step, held=others is None or others.holds(block)), scale)
+            for block, scale in request.scales.items()
+        ]
+        old, new = [own for own, _ in scales if own is not None], [scale for own, scale in scales if own is not None]
+        if old:
+            torch._foreach_copy_(old, new)
         return sum(sum(result.failed[key]) for key in request.factors)
 
     def _prepare(self, estimate: Estimate, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -213,15 +218,16 @@ class Preconditioner:
             return estimate.sides, estimate.scale
         return damped_sides(estimate, self.rule, damping)
 
-    def _install(self, block: KroneckerBlock, scale: Tensor, step: int, *, held: bool) -> None:
+    def _install(self, block: KroneckerBlock, scale: Tensor, step: int, *, held: bool) -> Tensor | None:
+        """Returns the scale that the new one is to be copied to, where there is one."""
         sides = tuple(self._sides[key] for key in self.keys(block)) if held else ()
         present = self.solved.get(block.key)
         if present is not None and (present.block, present.sides) == (block, sides):
-            present.scale.copy_(scale)
             present.solved_at = step
-        else:
-            self.solved[block.key] = SolvedBlock(block, sides, scale.clone(), step)
-            self._stacks = None
+            return present.scale
+        self.solved[block.key] = SolvedBlock(block, sides, scale.clone(), step)
+        self._stacks = None
+        return None
 
     def adopt(self, block: KroneckerBlock, sides: Sequence[Side], scale: Tensor, solved_at: int) -> None:
         """Takes a solution from a checkpoint; sides that blocks share are kept once. No sides: it is held elsewhere."""
@@ -231,7 +237,9 @@ class Preconditioner:
                 part = side.values if side.matrix is None else side.matrix
                 assert part is not None, "a side has a matrix or values"
                 self._shapes[key] = part
-        self._install(block, scale, solved_at, held=bool(sides))
+        before = self._install(block, scale, solved_at, held=bool(sides))
+        if before is not None:
+            before.copy_(scale)
 
     def release(self) -> None:
         """Lets go of the solutions that other ranks hold."""
@@ -406,11 +414,9 @@ class Preconditioner:
         clipped = clip(length, kappa)
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
-        with side_by_side(stacks) as lane:
-            for stack, direction in zip(stacks, directions, strict=True):
-                with lane():
-                    # Into the gradients' own memory: DDP's buckets are views of it.
-                    torch._foreach_copy_(*stack.scatter(_clipped(direction, clipped), gradients))
+        for stack, direction in zip(stacks, directions, strict=True):
+            # Into the gradients' own memory: DDP's buckets are views of it.
+            torch._foreach_copy_(*stack.scatter(_clipped(direction, clipped), gradients))
         return clipped
 
     def _directions(
@@ -424,17 +430,15 @@ class Preconditioner:
         """The stacks' directions before the clip, and α² vᵀ∇ of them all."""
         directions: list[Tensor] = []
         lengths: list[Tensor] = []
-        with side_by_side(stacks) as lane:
-            for stack, rate in zip(stacks, rates, strict=True):
-                with lane():
-                    gradient = stack.gather(gradients)
-                    direction = stack.apply(gradient, self.solver, self.rule, damping)
-                    if norms is not None:
-                        ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
-                        direction = direction * ratio
-                        gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
-                    directions.append(direction)
-                    lengths.append(squared_length(stack, gradient * direction, rate))
+        for stack, rate in zip(stacks, rates, strict=True):
+            gradient = stack.gather(gradients)
+            direction = stack.apply(gradient, self.solver, self.rule, damping)
+            if norms is not None:
+                ratio = stack.ratio_of_norms(direction, norms)[:, None, None]
+                direction = direction * ratio
+                gradient = gradient * ratio  # vᵀF̂v of a direction that is r times as long: r² vᵀ∇
+            directions.append(direction)
+            lengths.append(squared_length(stack, gradient * direction, rate))
         return directions, torch.stack(lengths).sum()
 
     def _replace_together(

@@ -3,16 +3,15 @@
 A graph reads and writes fixed memory. Gradients get new memory in every step: kernels look up where they are, or,
 without such kernels, they are copied in and out, all at once. Numbers that schedules change are tensors that are filled
 anew where they have changed. Decompositions are refreshed in place, and the next replay sees them.
+
+All of it on one stream: branches for stacks that do not wait for each other took 0.2 ms off ResNet-50's 1.07 ms, and
+made each kernel of the forward and backward pass start a microsecond later, 0.8 ms a step (an H200).
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,39 +26,6 @@ _WORTH = 10
 """Steps that a graph must serve to be worth its capture, which waits for the device."""
 _WASTED = 8
 """Graphs in a row that were not, until no more are made: the work changes too often."""
-LANES = 4
-"""Streams of a graph: stacks do not wait for each other, and most of them are too small to fill a GPU. cuBLAS keeps 32
-MiB for each."""
-_WIDE = 2**22
-"""Elements of all stacks from which on lanes are worth that memory."""
-
-
-@contextmanager
-def side_by_side(stacks: Sequence[Stack]) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """Gives a context for each stack's work, which needs none of the others': where a graph is being captured, they
-    become branches of it.
-    """
-    # In this order: compiled code must not come to ask about capturing.
-    if torch.compiler.is_compiling() or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-        yield nullcontext
-        return
-    if sum(math.prod(stack.padded_shape) for stack in stacks) < _WIDE:
-        yield nullcontext
-        return
-    now = torch.cuda.current_stream()
-    lanes = _lanes(now.device)
-    for lane in lanes:
-        lane.wait_stream(now)
-    turns = cycle(lanes)
-    yield lambda: torch.cuda.stream(next(turns))
-    for lane in lanes:
-        now.wait_stream(lane)
-
-
-@cache
-def _lanes(device: torch.device) -> list[torch.cuda.Stream]:
-    """The same for all graphs: what cuBLAS keeps for a stream it keeps for ever."""
-    return [torch.cuda.Stream(device) for _ in range(LANES)]
 
 
 class Arithmetic(Protocol):

@@ -101,7 +101,7 @@ class Plan:
         self._space = 0
         self._sums = 0
         self._out = 0
-        self._results: list[tuple[int, int, tuple[int, ...]]] = []  # slot, start, shape
+        self._results: list[tuple[int, int, tuple[int, ...], list[int]]] = []  # slot, start, shape, strides
         self._products: dict[str, list[_Product]] = {"moment_kernel": [], "correlation_kernel": []}
         self._later: list[Callable[[], None]] = []
         self._pieces: dict[tuple[Any, ...], tuple[list[tuple[int, ...]], list[int]]] = {}
@@ -125,7 +125,7 @@ class Plan:
 
     def keep(self, start: int, shape: tuple[int, ...]) -> None:
         """Sums that are results."""
-        self._results.append((SUMS, start, shape))
+        self._results.append((SUMS, start, shape, _strides(shape)))
 
     def add(self, phase: int, name: str, numbers: tuple[int, ...], programs: int, **options: Any) -> None:
         """A piece of a kernel's work; later phases need earlier ones."""
@@ -322,7 +322,7 @@ class Plan:
 
     def _result(self, shape: tuple[int, ...]) -> int:
         start = self._out
-        self._results.append((_OUT, start, shape))
+        self._results.append((_OUT, start, shape, _strides(shape)))
         self._out += -(-math.prod(shape) // 4) * 4  # each begins where four elements are stored at once
         return start
 
@@ -406,7 +406,7 @@ class Plan:
             for launch in self._launches:
                 launch(table)
         homes = {_OUT: out, SUMS: sums}
-        return [_view(homes[slot], start, shape) for slot, start, shape in self._results]
+        return [homes[slot].as_strided(shape, strides, start) for slot, start, shape, strides in self._results]
 
 
 class Sides:
@@ -444,8 +444,9 @@ def _splits(product: _Product, iterations: int) -> int:
     return max(1, -(-product.iterations // iterations))
 
 
-def _view(home: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    return home[start : start + math.prod(shape)].view(shape)
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a tensor without gaps."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 @lru_cache(maxsize=1024)

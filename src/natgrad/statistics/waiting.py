@@ -36,10 +36,6 @@ class Late:
     output: Work | None
     by_both: bool  # the output's needs what autograd saved too
 
-    def output_tensors(self, derivative: Tensor, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What `output` is of."""
-        return (derivative, *saved) if self.by_both else (derivative,)
-
 
 def late(
     operation: Operation,
@@ -107,21 +103,33 @@ def _part(x: Tensor, fraction: float) -> tuple[Image | None, float]:
     return (None if image.along_channels is None else image), x.shape[0] / cases
 
 
-@dataclass
-class _Entry:
-    """A layer's work and tensors, their versions when they came, and who gets the moments."""
+@dataclass(frozen=True)
+class Part:
+    """A work of some of an entry's tensors, and who gets its moments."""
 
     work: Work
+    which: tuple[int, ...]
+    deliver: tuple[Callable[[Tensor], None], ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Tensors that wait, their versions when they came, and what is to be done with them."""
+
+    parts: tuple[Part, ...]
     tensors: Sequence[Tensor]
     versions: list[int]
-    deliver: list[Callable[[Tensor], None]]
     bytes: int
     stream: int  # on which they came
 
     @property
+    def results(self) -> int:
+        return sum([part.work.results for part in self.parts])
+
+    @property
     def grows(self) -> bool:
         """Whether results take more memory than what they are of."""
-        return 4 * self.work.results > self.bytes
+        return 4 * self.results > self.bytes
 
     @property
     def is_intact(self) -> bool:
@@ -148,18 +156,13 @@ class Waiting:
         """Where the tensors are."""
         return self._entries[0].tensors[0].device
 
-    def put(self, work: Work, tensors: Sequence[Tensor], deliver: Callable[[Tensor], None]) -> None:
-        """Holds on to a layer's tensors; `deliver` gets its moment."""
-        last = self._entries[-1] if self._entries else None
-        if last is not None and last.tensors[0] is tensors[0]:
-            both = gpu.joined(last.work, work) if isinstance(last.work, Norm) and isinstance(work, Norm) else None
-            if both is not None:
-                last.work = both
-                last.deliver.append(deliver)
-                return
-        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        versions, stream = [tensor._version for tensor in tensors], stream_of(tensors[0].device)
-        self._entries.append(_Entry(work, tensors, versions, [deliver], own, stream))
+    def put(self, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
+        """Holds on to tensors."""
+        own, versions = 0, []
+        for tensor in tensors:
+            own += tensor.nbytes
+            versions.append(tensor._version)
+        self._entries.append(_Entry(parts, tensors, versions, own, stream_of(tensors[0].device)))
         self._held += own
 
     def flush(self, *, everything: bool = True) -> bool:
@@ -171,20 +174,48 @@ class Waiting:
             shrinking = [entry for entry in entries if not entry.grows]
             if sum(entry.bytes for entry in shrinking) > _HELD // 2:  # else all of them have to go
                 entries, self._entries = shrinking, [entry for entry in entries if entry.grows]
-        self._held = sum(entry.bytes for entry in self._entries)
+        self._held = sum([entry.bytes for entry in self._entries])
         intact = True
-        for device in dict.fromkeys(entry.tensors[0].device for entry in entries):
+        for device in dict.fromkeys([entry.tensors[0].device for entry in entries]):
             there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
-            _await(entry for entry in there if entry.stream != now)
+            _await([entry for entry in there if entry.stream != now])
             for own in _groups(there):
-                moments = iter(gpu.moments([entry.work for entry in own], [entry.tensors for entry in own]))
-                for entry in own:
-                    whole = entry.is_intact
-                    intact = intact and whole
-                    for deliver in entry.deliver:
-                        moment = next(moments)
-                        deliver(moment if whole else torch.full_like(moment, torch.nan))
+                intact &= _do(own)
         return intact
+
+
+def _do(entries: Sequence[_Entry]) -> bool:
+    """Whether nobody has written into their tensors."""
+    parts = [(part, entry.tensors) for entry in entries for part in entry.parts]
+    moments = iter(
+        gpu.moments(
+            [part.work for part, _ in parts], [[tensors[index] for index in part.which] for part, tensors in parts]
+        )
+    )
+    intact = True
+    for entry in entries:
+        whole = entry.is_intact
+        intact = intact and whole
+        for part in entry.parts:
+            for deliver in part.deliver:
+                moment = next(moments)
+                deliver(moment if whole else torch.full_like(moment, torch.nan))
+    return intact
+
+
+def together(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """A batch norm's gains and biases are one work."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        both = None
+        if last is not None and isinstance(last.work, Norm) and isinstance(part.work, Norm):
+            both = gpu.joined(last.work, part.work) if last.which[0] == part.which[0] else None
+        if last is not None and both is not None:
+            found[-1] = Part(both, last.which, last.deliver + part.deliver)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def _await(entries: Iterable[_Entry]) -> None:
@@ -202,9 +233,10 @@ def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
     found: list[list[_Entry]] = [[]]
     room = _RESULTS
     for entry in entries:
-        room -= entry.work.results
+        results = entry.results
+        room -= results
         if room < 0 and found[-1]:
             found.append([])
-            room = _RESULTS - entry.work.results
+            room = _RESULTS - results
         found[-1].append(entry)
     return found
