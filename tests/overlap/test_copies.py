@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from natgrad.overlap import places
 from natgrad.overlap.job import Job
-from natgrad.overlap.places import InStep, _pinned_parts
+from natgrad.overlap.places import InStep, _copied_together, _pinned_result
 from natgrad.overlap.tasks import Task, solve_tensors
 from natgrad.precondition.preconditioner import Request
 
@@ -27,13 +28,39 @@ def test_a_diagonal_factor_does_not_keep_the_memory_of_all() -> None:
 
 def test_an_inverse_is_turned_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    factor = torch.randn(2, 5, 5)
-    (solution,) = solve_tensors("inverse", [factor @ factor.mT + torch.eye(5)])
-    matrix, values = _pinned_parts(solution.side)
-    assert matrix is not None
-    assert matrix.is_contiguous()
-    assert torch.equal(matrix, solution.side.matrix)  # type: ignore[arg-type]
-    assert values is None
+    halves = [torch.randn(count, 5, 5) for count in (2, 1)]
+    factors = [half @ half.mT + torch.eye(5) for half in halves]
+    for solution, expected in zip(
+        solve_tensors("inverse", factors, _pinned_result), solve_tensors("inverse", factors), strict=True
+    ):
+        matrix = solution.side.matrix
+        assert matrix is not None
+        assert matrix.is_contiguous()
+        assert expected.side.matrix is not None
+        assert torch.equal(matrix, expected.side.matrix)
+        assert solution.side.values is None
+
+
+def test_what_lies_together_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        made.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(places, "_pinned_copy", copy)
+    whole = torch.arange(100.0)
+    parts = [whole[20:36].view(1, 4, 4), whole[40:49].view(1, 3, 3)]
+    for one, other in zip(_copied_together(parts), parts, strict=True):
+        assert torch.equal(one, other)
+    assert [tensor.shape for tensor in made] == [(29,)]
+    made.clear()
+    far = [whole[:4].view(1, 2, 2), whole[90:94].view(1, 2, 2)]  # most of what is between is not theirs
+    turned = [whole[:9].view(1, 3, 3).mT, whole[9:18].view(1, 3, 3)]
+    for some in (far, turned):
+        for one, other in zip(_copied_together(some), some, strict=True):
+            assert torch.equal(one, other)
+    assert len(made) == 4
 
 
 def test_who_solves_at_home_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,10 @@ def test_steps_in_between_do_not_wait_for_the_device(where):
     release = threading.Event()
     own = places.solve_tensors
 
-    def slow(solver, factors):
+    def slow(solver, factors, *keep):
         if threading.current_thread() is not threading.main_thread():
             release.wait(60)
-        return own(solver, factors)
+        return own(solver, factors, *keep)
 
     def watch(number):
         # Statistics come in even steps and a request in step 6; in step 9 its result is still on its way.

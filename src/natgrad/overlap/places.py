@@ -334,8 +334,7 @@ def _on_the_host(task: Task, copied: torch.cuda.Event | None) -> Solutions:
     if copied is None:
         return solve_tensors(task.solver, task.factors)
     copied.synchronize()
-    found = solve_tensors(task.solver, task.factors)
-    return [Solution(Side(*_pinned_parts(one.side)), one.failed) for one in found]
+    return solve_tensors(task.solver, task.factors, _pinned_result)
 
 
 def _on_the_host_and_back(task: Task, copied: torch.cuda.Event | None) -> Solutions:
@@ -412,11 +411,11 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def _pinned_parts(side: Side) -> list[Tensor | None]:
-    """As they are where they are pinned. LAPACK leaves inverses column by column: turned here, and not by who takes
+def _pinned_result(found: Tensor) -> Tensor:
+    """As they are where they are pinned. LAPACK leaves matrices column by column: turned here, and not by who takes
     them over, who would wait for it.
     """
-    return [None if p is None else p.contiguous().pin_memory() for p in (side.matrix, side.values)]
+    return found.contiguous().pin_memory()
 
 
 def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
@@ -424,7 +423,8 @@ def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
         return solutions
     moved, kept = [], []
     for solution in solutions:
-        pinned = _pinned_parts(solution.side)
+        own = (solution.side.matrix, solution.side.values)
+        pinned = [None if part is None else _pinned_result(part) for part in own]
         kept.append(pinned)
         parts = [None if p is None else p.to(device, non_blocking=True) for p in pinned]
         moved.append(Solution(Side(*parts), solution.failed))

@@ -7,6 +7,7 @@ What still fails is reported, so that the caller can keep what it had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -114,9 +115,9 @@ def _cholesky_inverse(stack: Tensor) -> Results:
 def _climb(function: Callable[[Tensor], Results], stack: Tensor) -> tuple[Results, list[bool]]:
     results = _attempt(function, stack)
     if results is not None:
+        if _all_finite(results):
+            return results, [False] * stack.shape[0]
         good = _finite(results)
-        if all(good):
-            return results, [False] * len(good)
     else:
         good = [False] * stack.shape[0]
         results = tuple(torch.zeros_like(part) for part in _template(function, stack))
@@ -161,7 +162,14 @@ def _template(function: Callable[[Tensor], Results], stack: Tensor) -> Results:
     return (matrices,) if function is _cholesky_inverse else (torch.empty_like(stack[..., 0]), matrices)
 
 
+def _all_finite(results: Results) -> bool:
+    """A few operations: threads that decompose beside training take the interpreter from it with each."""
+    sums = [part.sum() for part in results]
+    return math.isfinite(sum(sums[1:], start=sums[0]).item())
+
+
 def _finite(results: Results) -> list[bool]:
+    """Which of a stack are."""
     flags = [torch.isfinite(part).flatten(1).all(1) for part in results]
     good: list[bool] = torch.stack(flags).all(0).tolist()
     return good

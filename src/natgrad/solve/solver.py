@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -79,12 +80,22 @@ class Solved:
     failed: dict[Hashable, list[bool]]
 
 
-def solve(factors: Mapping[Hashable, Tensor], solver: str, *, threads: int = 1) -> Solved:
-    """Decomposes factors, stacks of them at once; see `symmetric_eigen` for `threads`."""
-    return solve_eigen(factors, threads=threads) if solver == "eigen" else solve_inverse(factors)
+Keep = Callable[[Tensor], Tensor]
 
 
-def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1) -> Solved:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Where it was made."""
+    return tensor
+
+
+def solve(factors: Mapping[Hashable, Tensor], solver: str, *, threads: int = 1, keep: Keep = as_it_is) -> Solved:
+    """Decomposes factors, stacks of them at once; see `symmetric_eigen` for `threads`. `keep` puts what comes out, of a
+    whole stack, where it is to be.
+    """
+    return solve_eigen(factors, threads=threads, keep=keep) if solver == "eigen" else solve_inverse(factors, keep=keep)
+
+
+def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1, keep: Keep = as_it_is) -> Solved:
     """Eigendecompositions of factors (stack, n, n); a diagonal factor (stack, n) is its own."""
 
     def dense(stack: Tensor) -> tuple[Side, list[bool]]:
@@ -95,10 +106,10 @@ def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1) -> Solv
             result.values[index] = stack[index].diagonal().nan_to_num(0, 0, 0).clamp(min=0)
         return Side(result.vectors, result.values), result.failed
 
-    return _solve(factors, lambda diagonal: diagonal.clamp(min=0), dense)
+    return _solve(factors, lambda diagonal: diagonal.clamp(min=0), dense, keep)
 
 
-def solve_inverse(factors: Mapping[Hashable, Tensor]) -> Solved:
+def solve_inverse(factors: Mapping[Hashable, Tensor], *, keep: Keep = as_it_is) -> Solved:
     """Inverses of damped factors (stack, n, n) or diagonals (stack, n)."""
 
     def dense(stack: Tensor) -> tuple[Side, list[bool]]:
@@ -107,25 +118,31 @@ def solve_inverse(factors: Mapping[Hashable, Tensor]) -> Solved:
             result.matrices[index] = stack[index].diagonal().reciprocal().nan_to_num(0, 0, 0).diag_embed()
         return Side(result.matrices, None), result.failed
 
-    return _solve(factors, torch.reciprocal, dense)
+    return _solve(factors, torch.reciprocal, dense, keep)
 
 
 def _solve(
     factors: Mapping[Hashable, Tensor],
     diagonal: Callable[[Tensor], Tensor],
     dense: Callable[[Tensor], tuple[Side, list[bool]]],
+    keep: Keep,
 ) -> Solved:
     """Diagonal factors one by one, dense ones in stacks of equal size."""
     sides: dict[Hashable, Side] = {}
     failed: dict[Hashable, list[bool]] = {}
     for key, factor in factors.items():
         if factor.dim() == 2:
-            sides[key], failed[key] = Side(None, diagonal(factor)), [False] * factor.shape[0]
-    for spans, stack in _stacks(factors):
+            sides[key], failed[key] = Side(None, keep(diagonal(factor))), [False] * factor.shape[0]
+    for lengths, stack in _stacks(factors):
         whole, lost = dense(stack)
-        for key, span in spans.items():
-            sides[key] = Side(*(None if part is None else part[span] for part in (whole.matrix, whole.values)))
-            failed[key] = lost[span]
+        count = list(lengths.values())
+        matrices, values = (
+            [None] * len(count) if part is None else keep(part).split(count) for part in (whole.matrix, whole.values)
+        )
+        flags = iter(lost)
+        for key, matrix, value in zip(lengths, matrices, values, strict=True):
+            sides[key] = Side(matrix, value)
+            failed[key] = list(islice(flags, lengths[key]))
     return Solved(sides, failed)
 
 
@@ -150,8 +167,8 @@ def _damp(side: Tensor, multiply: Tensor, add: Tensor) -> Tensor:
     return damped
 
 
-def _stacks(factors: Mapping[Hashable, Tensor]) -> list[tuple[dict[Hashable, slice], Tensor]]:
-    """Dense factors of equal size, joined; each with where its entries are."""
+def _stacks(factors: Mapping[Hashable, Tensor]) -> list[tuple[dict[Hashable, int], Tensor]]:
+    """Dense factors of equal size, joined; each with how many entries it has."""
     by_size: dict[int, list[list[Hashable]]] = {}
     filled: dict[int, int] = {}
     for key, factor in factors.items():
@@ -167,11 +184,7 @@ def _stacks(factors: Mapping[Hashable, Tensor]) -> list[tuple[dict[Hashable, sli
     result = []
     for groups in by_size.values():
         for keys in groups:
-            spans: dict[Hashable, slice] = {}
-            start = 0
-            for key in keys:
-                spans[key] = slice(start, start + factors[key].shape[0])
-                start += factors[key].shape[0]
             parts = [factors[key] for key in keys]
-            result.append((spans, parts[0] if len(parts) == 1 else torch.cat(parts)))
+            lengths = {key: part.shape[0] for key, part in zip(keys, parts, strict=True)}
+            result.append((lengths, parts[0] if len(parts) == 1 else torch.cat(parts)))
     return result
