@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.overlap import places
+from natgrad.overlap import options, places
 from natgrad.overlap.job import Job
+from natgrad.overlap.options import Background
 from natgrad.overlap.places import InStep, _copied_together, _pinned_result
 from natgrad.overlap.tasks import Task, solve_tensors
 from natgrad.precondition.preconditioner import Request
@@ -19,7 +20,7 @@ def test_a_diagonal_factor_does_not_keep_the_memory_of_all() -> None:
     whole = torch.ones(1000)
     factors: dict[Any, Tensor] = {"diagonal": whole[:4].view(1, 4), "dense": torch.eye(3)[None]}
     request = Request(0, factors, {}, {}, {}, None)
-    job = Job.begin(request, None, InStep(1), "eigen", 10.0)
+    job = Job.begin(request, None, InStep(Background()), "eigen", 10.0)
     kept = request.factors["diagonal"]
     assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
     assert torch.equal(kept, whole[:4].view(1, 4))
@@ -71,3 +72,15 @@ def test_who_solves_at_home_waits_for_copies(monkeypatch: pytest.MonkeyPatch) ->
     assert waited == [home]
     Task("eigen", ("a",), (torch.eye(3)[None],)).solve_at_home()
     assert waited == [home]
+
+
+def test_a_request_gets_threads_by_its_largest_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "free_cores", lambda: 8)
+    on_cores = places.Threads(Background())
+    small, large = (Task("eigen", ("a",), (torch.empty(1, size, size),)) for size in (64, 1024))
+    first = on_cores._pool_for([small])
+    assert on_cores._pool_for([small]) is first
+    second = on_cores._pool_for([small, large])
+    assert second is not first
+    assert (first._workers, second._workers) == (8, 2)
+    on_cores.close()

@@ -143,7 +143,11 @@ def test_each_request_goes_where_it_should():
     def one(size: int) -> list[Task]:
         return [Task("eigen", ("a",), (torch.eye(size)[None],))]
 
-    place = Cheaper(Threads(1, 1), Stream(), lambda tasks: "cpu" if tasks[0].factors[0].shape[-1] < 5 else "gpu")
+    place = Cheaper(
+        Threads(Background(workers=1, threads=1)),
+        Stream(),
+        lambda tasks: "cpu" if tasks[0].factors[0].shape[-1] < 5 else "gpu",
+    )
     for size, where in ((3, "cpu"), (8, "gpu"), (4, "cpu")):
         (future,) = place.begin(place.bring(one(size)))
         (solution,) = future.result(10)
@@ -180,14 +184,16 @@ def test_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert free_cores() == 24
-    assert Background().sizes() == (6, 4)
-    assert Background(workers=2, threads=3).sizes() == (2, 3)
-    assert Background(threads=1).sizes() == (24, 1)
+    assert Background().sizes(largest=2048) == (6, 4)
+    assert Background().sizes(largest=576) == (24, 1)  # many at a time
+    assert Background(workers=2, threads=3).sizes(largest=2048) == (2, 3)
+    assert Background(workers=2, threads=3).sizes(largest=16) == (2, 3)
+    assert Background(threads=1).sizes(largest=2048) == (24, 1)
     for ranks, free in (("4", 6), ("100", 1), ("0", 24), ("many", 24)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert free_cores() == free
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert Background().sizes() == (1, 1)
+    assert Background().sizes(largest=2048) == (1, 1)
 
 
 def test_objects_with_an_executor_are_compared_by_what_they_say():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -50,17 +51,20 @@ def place_of(
     if not isinstance(options.where, str):
         return Elsewhere(options.where, timeout=options.timeout, complain=complain)
     if options.where == "step":
-        return InStep(options.sizes()[1])
+        return InStep(options)
     if options.where == "gpu" and device.type != "cuda":
         raise ValueError(f"where='gpu' needs a model on a GPU: this one is on {device}")
-    workers, threads = options.sizes()
     if options.where == "gpu":
         return Stream()
+    on_cores = Threads(options, to_device=several)
     if options.where == "cpu" or device.type != "cuda":
-        return Threads(workers, threads, to_device=several)
-    return Cheaper(
-        Threads(workers, threads, to_device=several), Stream(), lambda tasks: choose(tasks, workers * threads, *costs())
-    )
+        return on_cores
+    return Cheaper(on_cores, Stream(), lambda tasks: choose(tasks, math.prod(_sizes(options, tasks)), *costs()))
+
+
+def _sizes(options: Background, tasks: Sequence[Task]) -> tuple[int, int]:
+    """Workers, and threads of LAPACK of each; the same for the same request."""
+    return options.sizes(max(factor.shape[-1] for task in tasks for factor in task.factors))
 
 
 def choose(tasks: Sequence[Task], cores: int, on_device: Costs, on_two_cores: Costs) -> str:
@@ -101,8 +105,8 @@ class InStep:
 
     name = "step"
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, options: Background) -> None:
+        self._options = options
 
     def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """As they are."""
@@ -111,7 +115,7 @@ class InStep:
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Decomposes at once."""
         before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(_sizes(self._options, tasks)[1])
         try:
             return [_finished(solve_tensors(task.solver, task.factors)) for task in tasks]
         finally:
@@ -128,9 +132,10 @@ class Threads:
 
     name = "cpu"
 
-    def __init__(self, workers: int, threads: int, *, to_device: bool = False) -> None:
-        self._workers, self._threads, self._to_device = workers, threads, to_device
+    def __init__(self, options: Background, *, to_device: bool = False) -> None:
+        self._options, self._to_device = options, to_device
         self._pool: DaemonPool | None = None
+        self._pool_sizes = (0, 0)
         self._copied: torch.cuda.Event | None = None
 
     def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -149,14 +154,20 @@ class Threads:
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts one piece a thread."""
+        pool = self._pool_for(tasks)
+        work = _on_the_host_and_back if self._to_device else _on_the_host
+        return [pool.submit(work, task, self._copied) for task in tasks]
+
+    def _pool_for(self, tasks: Sequence[Task]) -> DaemonPool:
+        workers, threads = sizes = _sizes(self._options, tasks)
+        if sizes != self._pool_sizes:
+            self.close()
         if self._pool is None:
             # A GPU's training needs a core or two, and those at once; training on the CPU needs its share of all.
             beside_gpu = tasks[0].device.type == "cuda"
-            self._pool = DaemonPool(
-                self._workers, torch_threads=self._threads, name="natgrad-solve", steps_back=beside_gpu
-            )
-        work = _on_the_host_and_back if self._to_device else _on_the_host
-        return [self._pool.submit(work, task, self._copied) for task in tasks]
+            self._pool = DaemonPool(workers, torch_threads=threads, name="natgrad-solve", steps_back=beside_gpu)
+            self._pool_sizes = sizes
+        return self._pool
 
     def close(self) -> None:
         """Threads end after what they are doing."""
