@@ -14,6 +14,7 @@ from torch.nn import functional
 from helpers import gradients
 from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 from natgrad.solve.linalg import symmetric_eigen, symmetric_inverse
+from natgrad.statistics.gram import second_moment
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -372,3 +373,17 @@ def test_inverses_of_a_stack_are_those_of_its_matrices(size: int) -> None:
         found.matrices @ stack, torch.eye(size, dtype=stack.dtype, device="cuda").expand(3, -1, -1)
     )
     assert found.failed == [False] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("turned", [False, True])
+def test_moments_of_many_rows_with_few_columns(dtype: torch.dtype, turned: bool) -> None:
+    """Whole numbers: cut into pieces or not, their sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-2, 3, (1, 2**17, 27), generator=generator).to("cuda", dtype)
+    rows = rows.mT.contiguous().mT if turned else rows
+    expected = rows.double().mT @ rows.double()
+    assert torch.equal(second_moment(rows).double(), expected)
+    assert torch.equal(
+        second_moment(rows[:, :-1]).double(), expected - rows[0, -1].double().outer(rows[0, -1].double())
+    )

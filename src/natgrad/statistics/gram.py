@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# The first convolution of a network for images has some hundred thousand rows of 147 columns: two tiles of a product.
+_PIECES, _FEW_COLUMNS, _MANY_ROWS = 64, 256, 2**17
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Factors of half-precision rows are kept in float32, of float64 rows in float64."""
@@ -39,7 +42,14 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
     return result
 
 
+def _pieces(rows: int, columns: int) -> int:
+    """Into how many parts, which a GPU does side by side, a product of many rows and few columns is cut."""
+    return _PIECES if columns <= _FEW_COLUMNS and rows % _PIECES == 0 and rows >= _MANY_ROWS else 1
+
+
 def _product(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.is_cuda and rows.shape[0] == 1 and (pieces := _pieces(*rows.shape[1:])) > 1:
+        return _product(rows[0].unflatten(0, (pieces, -1)), dtype).sum(0, keepdim=True)
     if rows.dtype == dtype:
         return rows.mT @ rows
     if rows.is_cuda:
