@@ -267,34 +267,29 @@ class Pass:
         """Takes in one use's pairs; what another block with the same factor has filled is not computed again."""
         operation, sides = tap.use.operation, tap.orientation.sides
         needed = [self._needs(factor, shared=shared) for factor, shared in zip(sides, tap.shared, strict=True)]
-        inputs, output = any(needed[1:]), needed[0]
         can_wait = self._late_of(tap, derivative, saved) if self._owner.waits else None
         rows = operation.rows(saved, derivative) if can_wait is None else can_wait.rows
         tap.orientation.add_rows(rows)
         if can_wait is not None:
             tensors = (derivative, *saved)
-            for factor, work, which in _works(can_wait, sides, range(1, len(tensors))):
-                needs = output if factor is sides[0] else inputs
-                if not needs or work is None:
-                    continue
-                some = [tensors[index] for index in which]
-                part = Part(work, tuple(range(len(some))), (partial(factor.add, rows=rows),))
-                waits = self._wait((part,), some)
-                inputs, output = (inputs, not waits) if factor is sides[0] else (not waits, output)
-        if not inputs and not output:
+            for side, (factor, work, which) in enumerate(_works(can_wait, sides, range(1, len(tensors)))):
+                if needed[side] and work is not None:
+                    part = Part(work, tuple(range(len(which))), (partial(factor.add, rows=rows),))
+                    needed[side] = not self._wait((part,), [tensors[index] for index in which])
+        if not any(needed):
             return
         scale = 1.0
         if self._fraction < 1:
             operation, derivative, saved = operation.part(derivative, saved, self._fraction)
             # A part stands for the whole: other uses of the weight may have other parts.
             scale = _ratio(rows, operation.rows(saved, derivative))
-        if inputs:
+        if any(needed[1:]):
             diagonal = [factor.diagonal for factor in sides[1:]]
             moments = operation.input_factors(saved, homogeneous=tap.use.adds_bias, diagonal=diagonal)
             for factor, moment, need in zip(sides[1:], moments, needed[1:], strict=True):
                 if need:
                     factor.add(moment if scale == 1 else moment.mul_(scale), rows)
-        if output:
+        if needed[0]:
             moment = operation.output_factor(derivative, saved, diagonal=sides[0].diagonal)
             sides[0].add(moment.mul_(scale * self.terms**2), rows)
 

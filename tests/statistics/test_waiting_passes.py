@@ -241,3 +241,41 @@ def test_what_waits_reaches_factors_that_become_separate(request: pytest.Fixture
         results.append(factors(kfac))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_what_a_node_leads_to_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it waits, as one entry; another batch size is decided anew, and factors are the same as without."""
+    asked: list[torch.Size] = []
+    held: list[int] = []
+
+    def run(sizes: Sequence[int]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        kfac = KFAC(model, lr=0.1, factor_update_steps=1)
+        generator = torch.Generator().manual_seed(0)
+        for size in sizes:
+            model.zero_grad()
+            x, y = torch.randn(size, 3, generator=generator), torch.arange(size) % 4
+            functional.cross_entropy(model(x), y).backward()
+            kfac.step()
+        return factors(kfac)
+
+    expected = run((6, 6, 6, 5, 6))
+    _install(monkeypatch, inputs=True, outputs=True)
+    late, put = passes.late, waiting_of.Waiting.put
+
+    def counted(operation: Operation, derivative: Tensor, *arguments: Any, **options: Any) -> Late | None:
+        asked.append(derivative.shape)
+        return late(operation, derivative, *arguments, **options)
+
+    def watched(own: waiting_of.Waiting, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
+        held.append(len(parts))
+        put(own, parts, tensors)
+
+    monkeypatch.setattr(passes, "late", counted)
+    monkeypatch.setattr(waiting_of.Waiting, "put", watched)
+    for one, other in zip(run((6, 6, 6, 5, 6)), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    # In the first step blocks are made, and what is known of uses is forgotten.
+    assert asked == [(6, 4)] * 2 * 2 + [(5, 4)] * 2
+    assert held == [2] * 10  # an entry a node, with both of its works
