@@ -157,6 +157,11 @@ class Link:
         held = self._group_of
         return {name: p.grad if id(p) in held else None for name, p in self._parameters.items()}
 
+    @property
+    def held(self) -> Mapping[int, int] | None:
+        """What decides on `holds`: another object whenever that may be different; None where all are held."""
+        return self._group_of if self.attached else None
+
     def holds(self, parameter: Tensor) -> bool:
         """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
         return not self.attached or id(parameter) in self._group_of

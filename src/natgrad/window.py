@@ -21,7 +21,7 @@ from natgrad.capture import outputs
 from natgrad.capture.cases import batch_of
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE, USES
-from natgrad.capture.graph import Graph, Vertex, Walk, marks
+from natgrad.capture.graph import Graph, Vertex, Walk, mark, marks
 from natgrad.capture.recipes import Recipes
 from natgrad.capture.use import Findings, Use, Uses
 from natgrad.capture.watch import Inputs
@@ -134,7 +134,9 @@ class Window:
         walk = Walk(roots)
         self._refuse_hidden(walk, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
-        candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
+        candidates = parameters
+        if self.unrecognised:
+            candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
         findings = self._recipes.find(walk, candidates, batch, self.registry.forms())
         found, passed_before = findings.found, {current.token for current in (*self._open, *self._counted)}
         if passed_before:
@@ -162,8 +164,7 @@ class Window:
             diagonals=self.registry.diagonals,
             fraction=self._fraction,
         )
-        for node in {one.node for one in found}:
-            marks(node).append(current.token)
+        mark({one.node for one in found}, current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)
