@@ -392,7 +392,7 @@ class Window:
         """Moves the running averages of every block that was used, here or on other ranks, by what came in as
         derivatives of a mean; unless the whole step is not `usable`.
 
-        Returns how many factors were refused as not finite, on the device.
+        Returns which factors were finite, on the device; others were refused.
         """
         used = self._used()
         if self.fisher == "empirical":
@@ -401,7 +401,7 @@ class Window:
         resting = () if elsewhere is None else elsewhere.factors
         finite = commit(self.registry.factors(), decay, usable, resting)
         self.close()
-        return (~finite).sum()
+        return finite
 
     def preview(self, step: int, decay: float, elsewhere: Elsewhere) -> tuple[Preview, dict[Orientation, Tensor]]:
         """What `commit` would make of factors, and of the orientations' rows and terms, without doing it."""

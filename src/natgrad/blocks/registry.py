@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -56,6 +56,10 @@ class Registry:
     def find(self, key: str) -> KroneckerBlock | None:
         """The block of this key."""
         return self._blocks.get(key)
+
+    def keys(self) -> KeysView[str]:
+        """Of all blocks."""
+        return self._blocks.keys()
 
     def covering(self, name: str) -> list[KroneckerBlock]:
         """The blocks that cover a parameter or slices of it."""
