@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,3 +110,39 @@ def test_a_rate_on_the_cpu_is_a_number() -> None:
     assert all(isinstance(rate, float) for rate in rates(link, "0.weight", "1.weight"))
     optimizer.param_groups[0]["lr"].fill_(0.25)
     assert rates(link, "0.weight") == [0.25]
+
+
+def test_rates_are_the_same_function_as_long_as_they_are_the_same() -> None:
+    link, model, optimizer = linked(0.1, 0.2)
+
+    def rate() -> Callable[[str], Any]:
+        link.read()
+        return link.rates(0)
+
+    first = rate()
+    assert rate() is first
+    optimizer.param_groups[0]["lr"] = 0.3
+    second = rate()
+    assert second is not first
+    assert second("0.weight") == 0.3
+    groups = [group["params"] for group in optimizer.param_groups]
+    groups[0][0], groups[1][0] = groups[1][0], groups[0][0]
+    third = rate()
+    assert third is not second
+    assert third("0.weight") == 0.2
+    on_device = torch.tensor(0.5, device="meta")
+    optimizer.param_groups[0]["lr"] = on_device
+    fourth = rate()
+    assert fourth("1.weight") is on_device
+    assert rate() is fourth
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="meta")
+    assert rate() is not fourth
+    link._parameters["0.weight"] = model[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert rate()("0.weight") == 0.0
+
+
+def test_a_schedule_of_its_own_is_another_function_where_it_has_changed() -> None:
+    parameters = dict(nn.Linear(2, 2).named_parameters())
+    link = Link(parameters, None, Hyperparameter("lr", lambda step: 1 / (1 + step // 2), above=0))
+    assert link.rates(0) is link.rates(1)
+    assert link.rates(2)("weight") == 0.5

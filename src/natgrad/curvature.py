@@ -75,7 +75,7 @@ class Curvature:
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
         self._moved_at: int | None = None  # the step of the last statistics
-        self._refused: int | Tensor = 0  # factors refused as not finite in the last step that took statistics
+        self._finite: Tensor | None = None  # of factors, in the last step that took statistics; others were refused
         self._solved_version = 0
         self._registry = registry
         self._window = window
@@ -157,15 +157,17 @@ class Curvature:
             complete = window.finish()
         if not delivered:  # what has a gradient here need not have been used there
             self._refuse_missing(gradients, elsewhere)
-        refused = window.commit(self.step, now.decay, usable, elsewhere)
+        finite = window.commit(self.step, now.decay, usable, elsewhere)
         if self._together is not None:
             self._together.spread.next_turn()
         if early is not None and early.collecting is not None:
             early.collecting.adopt()
             self._collecting = early.collecting
         # What a scaler skips is in the order of things, and not counted.
-        self._metrics.rejected_statistics += refused if usable is None else refused * usable
-        self._refused = refused
+        accepted = finite.sum()
+        counts = accepted if usable is None else torch.where(usable.to(finite.device), accepted, len(finite))
+        self._metrics.rejected_statistics.add(counts, of=len(finite))
+        self._finite = finite
         self._watch.disarm()
         self.factors_at = self.step if complete else None
         self._stale, self._moved_at = True, self.step
@@ -317,7 +319,7 @@ class Curvature:
         if due:
             self._refreshed_at, self._stale, self.solved_damping = self.step, False, damping
         # A block that has no solution yet gets one as soon as it has statistics.
-        new = self.factors_at == self.step
+        new = self.factors_at == self.step and not self._registry.keys() <= solved.keys()
         turn = self._turn(now)
         if everything or turn or new:
             blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
@@ -347,7 +349,7 @@ class Curvature:
         else:
             whole = collecting.finish()
             known = [block for block in blocks if whole.known(block)]
-        if len(known) < len(blocks) and (int(self._refused) if whole is None else whole.refused) > 0:
+        if len(known) < len(blocks) and (self._refused() if whole is None else whole.refused) > 0:
             self.factors_at = None  # their first statistics were not finite: try again with the next batch
         solved = self.preconditioner.solved
         later = [] if self.jobs is None else [block for block in known if block.key in solved]
@@ -362,6 +364,10 @@ class Curvature:
             collecting.settle()
         if now:
             self.warn_of_nan()  # the device has been waited for anyway
+
+    def _refused(self) -> int:
+        """How many factors were refused as not finite in the last step that took statistics; asks the device."""
+        return 0 if self._finite is None else int((~self._finite).sum())
 
     def _known(self, blocks: list[KroneckerBlock]) -> list[KroneckerBlock]:
         """Those with statistics; of those that have been decomposed before nobody has to ask the device."""
@@ -397,7 +403,7 @@ class Curvature:
         collecting, self._collecting = self._collecting, None
         if collecting is None:
             collecting = self._together.collect(
-                blocks, self.preconditioner, self.refresh_interval, self.step, int(self._refused)
+                blocks, self.preconditioner, self.refresh_interval, self.step, self._refused()
             )
             collecting.adopt()
         return collecting

@@ -523,7 +523,7 @@ class KFAC:
         with self.clock.part("precondition"):
             clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
-            self._metrics.skipped_steps += ~finite
+            self._metrics.skipped_steps.add(finite)
             if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
                 self._curvature.warn_of_nan()
         self._metrics.damping = now.damping

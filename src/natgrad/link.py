@@ -40,6 +40,7 @@ class Link:
         self._members: list[list[Tensor]] = []  # the parameters of the groups, as they were read last
         self._group_of: dict[int, int] = {}  # parameter id → its group
         self._rates: list[LearningRate] = []  # of the groups
+        self._by_name: _ByName | None = None  # the rates that were asked for last
 
     @property
     def attached(self) -> bool:
@@ -157,17 +158,62 @@ class Link:
         held = self._group_of
         return {name: p.grad if id(p) in held else None for name, p in self._parameters.items()}
 
+    @property
+    def held(self) -> Mapping[int, int] | None:
+        """What decides on `holds`: another object whenever that may be different; None where all are held."""
+        return self._group_of if self.attached else None
+
     def holds(self, parameter: Tensor) -> bool:
         """Whether the attached optimizer moves a parameter; the gradients of others are not touched."""
         return not self.attached or id(parameter) in self._group_of
 
     def rates(self, step: int) -> Callable[[str], LearningRate]:
-        """The learning rates of parameters by name."""
+        """The learning rates of parameters by name: the same function, as long as they are the same."""
+        group_of: Mapping[int, int] | None = None
         if self._lr is not None or self._optimizer is None:
-            same = 1.0 if self._lr is None else self._lr.at(step)  # no clip: only the logged KL depends on it
-            return lambda name: same
-        group_of, rates, parameters = self._group_of, [*self._rates, 0.0], self._parameters
-        return lambda name: rates[group_of.get(id(parameters[name]), -1)]  # a parameter in no group does not move
+            rates: list[LearningRate] = [1.0 if self._lr is None else self._lr.at(step)]  # no clip: only the logged KL
+        else:
+            group_of, rates = self._group_of, [*self._rates, 0.0]  # a parameter in no group does not move
+        present = list(self._parameters.values())
+        if self._by_name is None or not self._by_name.says(present, group_of, rates):
+            self._by_name = _ByName(self._parameters, present, group_of, rates)
+        return self._by_name
+
+
+class _ByName:
+    """Learning rates by the names of `parameters`, which are `present` under them now: that of the group of each, or,
+    without groups, the first one; the last one for a parameter in none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        present: Sequence[Tensor],
+        group_of: Mapping[int, int] | None,
+        rates: Sequence[LearningRate],
+    ) -> None:
+        self._parameters, self._present, self._group_of, self._rates = parameters, present, group_of, rates
+
+    def says(
+        self, present: Sequence[Tensor], group_of: Mapping[int, int] | None, rates: Sequence[LearningRate]
+    ) -> bool:
+        """Whether it would be the same with these."""
+        return (
+            group_of is self._group_of
+            and len(rates) == len(self._rates)
+            and all(map(_same_rate, rates, self._rates))
+            and _same_objects([present], [self._present])
+        )
+
+    def __call__(self, name: str) -> LearningRate:
+        if self._group_of is None:
+            return self._rates[0]
+        return self._rates[self._group_of.get(id(self._parameters[name]), -1)]
+
+
+def _same_rate(one: LearningRate, other: LearningRate) -> bool:
+    """One on a device is the same as long as it is the same tensor: to compare would be to wait."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
 def _number(rate: LearningRate) -> LearningRate:

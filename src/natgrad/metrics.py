@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,15 +23,33 @@ _COUNTERS = (
 )
 
 
+class Failures:
+    """How many of so many did not come out right. What did the device adds up, and is asked when somebody wants to
+    know: to add up what did not would be one more launch in every step.
+    """
+
+    def __init__(self, known: int = 0) -> None:
+        self._tried = known
+        self._right: int | Tensor = 0
+
+    def add(self, right: Tensor, of: int = 1) -> None:
+        """So many more came out right, `of` so many."""
+        self._tried += of
+        self._right += right
+
+    def __int__(self) -> int:
+        return self._tried - int(self._right)
+
+
 @dataclass
 class Metrics:
     """The last step's clip and damping, and counts since the start."""
 
     clip: Clip | None = None
     damping: float | None = None
-    rejected_statistics: int | Tensor = 0
+    rejected_statistics: Failures = field(default_factory=Failures)
     failed_decompositions: int | Tensor = 0
-    skipped_steps: int | Tensor = 0
+    skipped_steps: Failures = field(default_factory=Failures)
     background_failures: int = 0
     late_decompositions: int = 0
     delivery_age: int | None = None  # steps that the parameters of a stats worker's last statistics were behind
@@ -63,7 +81,8 @@ class Metrics:
     def load(self, state: dict[str, Any], *, first: bool) -> None:
         """Continues counting from a checkpoint; what ranks count apart goes on with the `first`."""
         for name in _COUNTERS:
-            setattr(self, name, int(state[name]) if first or name == "skipped_steps" else 0)
+            count = int(state[name]) if first or name == "skipped_steps" else 0
+            setattr(self, name, Failures(count) if isinstance(getattr(self, name), Failures) else count)
 
 
 @dataclass(frozen=True)

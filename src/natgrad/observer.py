@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -12,13 +14,28 @@ from torch.autograd.graph import Node
 
 from natgrad.aside import draw_cases, run_aside, take_cases
 from natgrad.capture import outputs
+from natgrad.capture.structure import Structure
 from natgrad.capture.watch import Inputs
 from natgrad.errors import Warner
 from natgrad.link import Link
 from natgrad.options import Terms
-from natgrad.parameters import parameters_of, structure_of
+from natgrad.parameters import parameters_of
 from natgrad.remaining import Fallback
 from natgrad.window import Window
+
+_requires_grad, _device = attrgetter("requires_grad"), attrgetter("device")
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The parameters that take part, and what that was decided from: all parameters, what they say of themselves, and
+    those that the optimizer holds.
+    """
+
+    parameters: Sequence[Tensor]
+    flags: list[bool]
+    held: Mapping[int, int] | None
+    found: Mapping[str, Tensor]
 
 
 class Observer:
@@ -48,7 +65,9 @@ class Observer:
         self._link = link
         self._exclude = exclude
         self._excluded: dict[str, bool] = {}  # of names that were asked for
-        self._structure: list[object] | None = None  # of the model, as it was looked at last
+        self._structure: Structure | None = None  # of the model, as it was looked at last
+        self._candidates = _Candidates([], [], None, {})
+        self._homes: tuple[int, set[torch.device]] = (-1, set())  # of blocks, for a version of the registry
         self._fraction = fraction
         self._terms = terms
         self._warner = warner
@@ -116,7 +135,7 @@ class Observer:
         if loss is not None and self._window.fisher == "empirical":
             roots = [loss]
         self._follow_replaced_modules()
-        candidates = {name: p for name, p in self._parameters.items() if self.why_left(name, p) is None}
+        candidates = self._take_part()
         self._refuse_moved(candidates)
         with torch.enable_grad():
             findings = self._window.observe(
@@ -137,10 +156,11 @@ class Observer:
 
     def _follow_replaced_modules(self) -> None:
         """A module or parameter exchanged since construction takes its name over; what is gone leaves its block."""
-        structure = structure_of(self._model)
-        if structure is not None and structure == self._structure:
+        if self._structure is not None and self._structure.is_present:
             return
-        self._structure = structure
+        # A model may name its parameters itself.
+        plain = type(self._model).named_parameters is nn.Module.named_parameters
+        self._structure = Structure(self._model, parameters=True) if plain else None
         present = parameters_of(self._model)
         if {name: id(p) for name, p in present.items()} != {name: id(p) for name, p in self._parameters.items()}:
             changed = [name for name, p in self._parameters.items() if present.get(name) is not p]
@@ -149,8 +169,25 @@ class Observer:
             self._parameters.clear()
             self._parameters.update(present)
 
+    def _take_part(self) -> Mapping[str, Tensor]:
+        """The parameters that take part; the same object again where nothing of what `why_left` asks has changed."""
+        present = list(self._parameters.values())
+        flags = [*map(_requires_grad, present), *map(Tensor.is_floating_point, present)]
+        last, held = self._candidates, self._link.held
+        same = len(present) == len(last.parameters) and all(map(is_, present, last.parameters))
+        if not same or flags != last.flags or held is not last.held:
+            found = {name: p for name, p in self._parameters.items() if self.why_left(name, p) is None}
+            self._candidates = last = _Candidates(present, flags, held, found)
+        return last.found
+
     def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:
-        for block in self._window.registry:
+        registry = self._window.registry
+        if self._homes[0] != registry.version:
+            self._homes = registry.version, {block.straight.row.sum.device for block in registry}
+        devices = set(map(_device, candidates.values()))
+        if len(devices) == 1 and devices == self._homes[1]:
+            return
+        for block in registry:
             parameter = candidates.get(block.weight.name)
             device = block.straight.row.sum.device
             if parameter is not None and parameter.device != device:

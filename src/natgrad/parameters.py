@@ -84,27 +84,6 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def structure_of(model: nn.Module) -> list[object] | None:
-    """What decides on `parameters_of`, cheaper to come by: all modules' children and parameters, by name. None where
-    the model names its parameters itself. Parameters are known by their ids: compare it while they are alive.
-    """
-    if type(model).named_parameters is not nn.Module.named_parameters:
-        return None
-    numbers: dict[int, int] = {id(model): 0}
-    modules = [model]
-    structure: list[object] = []
-    for module in modules:
-        structure.append(len(module._parameters))
-        for name, parameter in module._parameters.items():
-            structure += name, id(parameter)
-        for name, child in module._modules.items():
-            if child is not None and id(child) not in numbers:
-                numbers[id(child)] = len(modules)
-                modules.append(child)
-            structure += name, None if child is None else numbers[id(child)]
-    return structure
-
-
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that K-FAC can work on, or an error that says why it cannot."""
     parameters = parameters_of(innermost(model))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from natgrad.capture import outputs
 from natgrad.capture.cases import batch_of
 from natgrad.capture.choices import Choices
 from natgrad.capture.form import PER_CASE, USES
-from natgrad.capture.graph import Graph, Vertex, Walk, marks
+from natgrad.capture.graph import Graph, Vertex, Walk, mark, marks
 from natgrad.capture.recipes import Recipes
 from natgrad.capture.use import Findings, Use, Uses
 from natgrad.capture.watch import Inputs
@@ -38,6 +39,7 @@ FISHERS = ("empirical", "sampled", "exact")
 # How a pass counts towards N: by its own terms; once for all passes of a step (the user's loss_terms); not at all,
 # because it goes on from an earlier pass of the same loss.
 OWN, STEP, CONNECTED = "own", "step", "connected"
+_has_pending = attrgetter("has_pending")
 
 
 def checked_accumulation(value: Any) -> Hyperparameter | str | None:
@@ -132,7 +134,9 @@ class Window:
         walk = Walk(roots)
         self._refuse_hidden(walk, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
-        candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
+        candidates = parameters
+        if self.unrecognised:
+            candidates = {name: p for name, p in parameters.items() if name not in self.unrecognised}
         findings = self._recipes.find(walk, candidates, batch, self.registry.forms())
         found, passed_before = findings.found, {current.token for current in (*self._open, *self._counted)}
         if passed_before:
@@ -160,8 +164,7 @@ class Window:
             diagonals=self.registry.diagonals,
             fraction=self._fraction,
         )
-        for node in {one.node for one in found}:
-            marks(node).append(current.token)
+        mark({one.node for one in found}, current.token)
         self._open.add(current)
         if by_hand:
             self._by_hand.add(current)
@@ -389,23 +392,23 @@ class Window:
         """Moves the running averages of every block that was used, here or on other ranks, by what came in as
         derivatives of a mean; unless the whole step is not `usable`.
 
-        Returns how many factors were refused as not finite, on the device.
+        Returns which factors were finite, on the device; others were refused.
         """
+        used = self._used()
         if self.fisher == "empirical":
-            scale_moments([orientation.row for orientation in self._used()], self._loss_factor(step))
-        used = [*self._used(), *(() if elsewhere is None else elsewhere.orientations)]
-        commit_counts(used, decay, self.terms)
+            scale_moments((orientation.row for orientation in used), self._loss_factor(step))
+        commit_counts(used if elsewhere is None else [*used, *elsewhere.orientations], decay, self.terms)
         resting = () if elsewhere is None else elsewhere.factors
         finite = commit(self.registry.factors(), decay, usable, resting)
         self.close()
-        return (~finite).sum()
+        return finite
 
     def preview(self, step: int, decay: float, elsewhere: Elsewhere) -> tuple[Preview, dict[Orientation, Tensor]]:
         """What `commit` would make of factors, and of the orientations' rows and terms, without doing it."""
         loss = self._loss_factor(step) if self.fisher == "empirical" else 1.0
         assert not isinstance(loss, Tensor), "no scaler is at work"
         scales = {orientation.row: loss**2 for orientation in self._used()}
-        counts = {o: o.counts for block in self.registry for o in block.orientations}
+        counts = {o: o.counts for o in self.registry.orientations()}
         for orientation in (*self._used(), *elsewhere.orientations):
             rows = torch.as_tensor(orientation.pending_rows, dtype=torch.float64, device=orientation.counts.device)
             added = torch.stack([rows, rows.new_full((), self.terms)])
@@ -418,7 +421,7 @@ class Window:
         return tuple(self._counted)
 
     def _used(self) -> list[Orientation]:
-        return [o for block in self.registry for o in block.orientations if o.has_pending]
+        return [orientation for orientation in self.registry.orientations() if orientation.has_pending]
 
     def _loss_factor(self, step: int) -> float | Tensor:
         """What the derivatives of the losses lack to be those of a mean over their own terms: the micro-batches that
@@ -445,9 +448,12 @@ class Window:
         self._counted = []
         self._delivered = 0.0
         self._claimed.clear()
-        for block in self.registry:
-            for orientation in block.orientations:
-                orientation.discard()
+        for orientation in self.registry.orientations():
+            if orientation.has_pending:
+                orientation.forget()
+        for factor in self.registry.factors():
+            if factor.pending is not None:
+                factor.discard()
 
     def leaves(self, block: KroneckerBlock) -> bool:
         """Whether a block from a checkpoint would now be left to the optimizer."""
@@ -457,6 +463,8 @@ class Window:
 
     def without_statistics(self, elsewhere: Elsewhere | None = None) -> list[KroneckerBlock]:
         """Blocks that no pass of this window used, on any rank."""
+        if all(map(_has_pending, self.registry.orientations())):
+            return []
         refused = PER_CASE if self._fallback.refused or self._fallback.failures else ""
         others = set() if elsewhere is None else set(elsewhere.orientations)
         return [

@@ -7,18 +7,16 @@ ranks or micro-batches are exact, and nothing starts from a made-up identity.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.blocks.joint import Joined, joint
+from natgrad.blocks.joint import Joined, Joint, Rows, joint
 from natgrad.foreach import multiply_all
 from natgrad.statistics import moving
-
-Rows = int | float | Tensor
 
 
 class Factor(Joined):
@@ -87,10 +85,12 @@ class Factor(Joined):
 
 def scale_moments(factors: Iterable[Factor], factor: float | Tensor) -> None:
     """Multiplies the derivatives that have come in since the last commit, before their squares are averaged."""
+    if not isinstance(factor, Tensor) and factor == 1:
+        return
     moments = [one.pending for one in dict.fromkeys(factors) if one.pending is not None]
     if isinstance(factor, Tensor):
         multiply_all(moments, factor.square())
-    elif factor != 1:
+    else:
         torch._foreach_mul_(moments, factor**2)
 
 
@@ -111,24 +111,23 @@ def commit(
         _fade(resting, decay, usable)
     every = list(factors)
     moved = [factor for factor in every if factor.pending is not None]
-    moments = [factor.pending for factor in moved if factor.pending is not None]
     if not moved:
         return torch.ones(0, dtype=torch.bool, device=every[0].sum.device if every else None)
-    finite = moving.finite(moments)
-    if usable is not None:
-        finite = finite & usable.to(finite.device)
-    moving.move([factor.sum for factor in moved], moments, finite, decay)
-    _move_weights(moved, finite, decay)
+    together = joint(moved)
+    if together.sums is None:  # whose weights these are: a factor keeps its sum as long as it is there
+        together.sums = moving.Sums([factor.sum for factor in moved])
+    moments = [factor.pending for factor in moved if factor.pending is not None]
+    finite = together.sums.move(moments, usable, decay)
+    _move_weights(together, [factor.pending_rows for factor in moved], finite, decay)
     for factor in moved:
         factor.discard()
     return finite
 
 
-def _move_weights(factors: Sequence[Factor], finite: Tensor, decay: float) -> None:
+def _move_weights(together: Joint, rows: list[Rows], finite: Tensor, decay: float) -> None:
     """w ← ξw + rows where the new statistics are finite."""
-    weights = joint(factors)
-    raised = torch.add(counted([factor.pending_rows for factor in factors], weights.device), weights, alpha=decay)
-    weights.copy_(torch.where(finite, raised, weights))
+    weights = together.whole
+    torch.where(finite, torch.add(together.counted(rows), weights, alpha=decay), weights, out=weights)
 
 
 @dataclass(frozen=True)
@@ -173,12 +172,3 @@ def _fade(factors: Collection[Factor], decay: float, usable: Tensor | None) -> N
         torch._foreach_mul_(tensors, decay)
     else:
         multiply_all(tensors, torch.where(usable, decay, torch.ones((), dtype=torch.float64, device=usable.device)))
-
-
-def counted(rows: Sequence[Rows], device: torch.device) -> Tensor:
-    """Numbers as one tensor; some may be tensors themselves, where only the device knows them."""
-    found = moving.numbers([0.0 if isinstance(count, Tensor) else float(count) for count in rows], device)
-    for number, count in enumerate(rows):
-        if isinstance(count, Tensor):
-            found[number] += count
-    return found

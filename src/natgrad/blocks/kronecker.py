@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.blocks.factor import Factor, Rows, counted
-from natgrad.blocks.joint import Joined, joint
+from natgrad.blocks.factor import Factor
+from natgrad.blocks.joint import Joined, Rows, joint
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout, positions
 
@@ -104,13 +104,8 @@ class Orientation(Joined):
         self.pending_rows = self.pending_rows + rows
         self.has_pending = True
 
-    def discard(self) -> None:
-        """Forgets what came in since the last commit."""
-        self._forget()
-        for factor in self.sides:
-            factor.discard()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets the rows that came in since the last commit; the factors, which others may have too, do so apart."""
         self.pending_rows = 0
         self.has_pending = False
 
@@ -142,11 +137,11 @@ def commit_counts(orientations: Sequence[Orientation], decay: float, terms: floa
     """Moves the running averages of the scales; the factors, which orientations may share, move apart."""
     if not orientations:
         return
-    counts = joint(orientations)
-    counts[:, 0].mul_(decay).add_(counted([orientation.pending_rows for orientation in orientations], counts.device))
-    counts[:, 1].mul_(decay).add_(terms)
+    together = joint(orientations)
+    new = together.counted([number for orientation in orientations for number in (orientation.pending_rows, terms)])
+    torch.add(new, together.whole, alpha=decay, out=together.whole)
     for orientation in orientations:
-        orientation._forget()
+        orientation.forget()
 
 
 class KroneckerBlock:

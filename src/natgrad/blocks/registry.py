@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -57,6 +57,8 @@ class Registry:
         # What follows from the blocks as they are: uses are the same objects in step after step.
         self._taps: weakref.WeakKeyDictionary[Uses, list[Tap]] = weakref.WeakKeyDictionary()
         self._forms: dict[str, Form] | None = {}
+        self._factors: tuple[Factor, ...] | None = ()
+        self._orientations: tuple[Orientation, ...] | None = ()
 
     def __iter__(self) -> Iterator[KroneckerBlock]:
         return iter(self._blocks.values())
@@ -68,6 +70,10 @@ class Registry:
         """The block of this key."""
         return self._blocks.get(key)
 
+    def keys(self) -> KeysView[str]:
+        """Of all blocks."""
+        return self._blocks.keys()
+
     def covering(self, name: str) -> list[KroneckerBlock]:
         """The blocks that cover a parameter or slices of it."""
         return [block for block in self if any(layout.name == name for layout in block.layouts)]
@@ -75,7 +81,7 @@ class Registry:
     def _has_changed(self) -> None:
         self.version += 1
         self._taps.clear()
-        self._forms = None
+        self._forms = self._factors = self._orientations = None
 
     def forms(self) -> Mapping[str, Form]:
         """How each block is factored."""
@@ -98,7 +104,15 @@ class Registry:
 
     def factors(self) -> list[Factor]:
         """Every factor once, however many blocks share it."""
-        return list(dict.fromkeys(factor for block in self for factor in block.factors()))
+        if self._factors is None:
+            self._factors = tuple(dict.fromkeys(factor for block in self for factor in block.factors()))
+        return list(self._factors)
+
+    def orientations(self) -> tuple[Orientation, ...]:
+        """Those of all blocks."""
+        if self._orientations is None:
+            self._orientations = tuple(orientation for block in self for orientation in block.orientations)
+        return self._orientations
 
     def replace(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Takes these blocks instead of the present ones."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -101,6 +102,10 @@ class Walk:
         """The outputs' own nodes."""
         return self.nodes[: self.ends]
 
+    def leaves(self, parameters: Iterable[Tensor]) -> list[int | None]:
+        """What `leaf` says of each."""
+        return list(map(self._leaves.get, map(id, parameters)))
+
     def leaf(self, parameter: Tensor) -> int | None:
         """The number of the node that collects a parameter's gradient; None where this graph does not use it."""
         return self._leaves.get(id(parameter))
@@ -129,11 +134,29 @@ class Questions:
 
     def __init__(self, notes: Notes) -> None:
         by_number = sorted(notes.items(), key=lambda item: item[0][0])
-        self._asked = [(number, question, detail, answer) for (number, question, detail), answer in by_number]
+        self._asked = []
+        attributes: dict[int, dict[str, Any]] = {}
+        for (number, question, detail), answer in by_number:
+            if question is getattr:
+                attributes.setdefault(number, {})[detail] = answer
+            elif question is _has_unpack_hook and not answer:
+                attributes.setdefault(number, {})[f"{detail}.unpack_hook"] = None
+            else:
+                self._asked.append((number, question, detail, answer))
+        # Most are attributes, and most nodes are asked for the same ones as others: these are read in one go.
+        alike: dict[tuple[str, ...], tuple[list[int], list[Any]]] = {}
+        for number, own in attributes.items():
+            numbers, answers = alike.setdefault(tuple(own), ([], []))
+            numbers.append(number)
+            answers.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
+        self._read = [(attrgetter(*names), *group) for names, group in alike.items()]
 
     def same_answers(self, nodes: Sequence[Node]) -> bool:
         """Whether these nodes say what those have said."""
         try:
+            for read, numbers, answers in self._read:
+                if list(map(read, map(nodes.__getitem__, numbers))) != answers:
+                    return False
             for number, question, detail, answer in self._asked:
                 if question(nodes[number], detail) != answer:
                     return False
@@ -306,6 +329,13 @@ def marks(node: Node) -> list[object]:
     """Who has tapped a node; kept by the node itself, since its Python object comes and goes."""
     found: list[object] = _attributes(node).metadata.setdefault(_MARK, [])
     return found
+
+
+def mark(nodes: Iterable[Node], token: object) -> None:
+    """Somebody taps these nodes."""
+    tapped: Iterable[Any] = nodes
+    for node in tapped:
+        node.metadata.setdefault(_MARK, []).append(token)
 
 
 def _attributes(node: Node) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,10 +22,12 @@ from natgrad.capture.form import Form
 from natgrad.capture.graph import Graph, Notes, Questions, Walk, saved_tensor
 from natgrad.capture.layout import Shape
 from natgrad.capture.search import find_uses
-from natgrad.capture.shares import activation_numbers, readings
+from natgrad.capture.shares import Readings, readings
 from natgrad.capture.use import Findings, LookUp, Occurrence, Sightings, Uses
 
 _KEPT = 8  # several networks, a last batch that is smaller, some lengths of sequences
+_shape = attrgetter("shape")
+_occurrence = partial(tuple.__new__, Occurrence)  # one for every use in every step
 
 
 class Recipes:
@@ -35,8 +39,7 @@ class Recipes:
 
     def find(self, walk: Walk, parameters: Mapping[str, Tensor], batch: Batch, known: Mapping[str, Form]) -> Findings:
         """What `find_uses` finds, in the graph that was walked."""
-        leaves = [walk.leaf(parameter) for parameter in parameters.values()]
-        shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+        leaves, shapes = walk.leaves(parameters.values()), list(map(_shape, parameters.values()))
         given = _Given(walk.ends, walk.links, walk.names, list(parameters), shapes, leaves, batch, known)
         recipe = next((one for one in self._kept if one.fits(given, walk.nodes)), None)
         if recipe is None:
@@ -47,7 +50,7 @@ class Recipes:
     def _make(self, walk: Walk, given: _Given) -> Recipe:
         leaves = zip(given.parameters, given.leaves, strict=True)
         graph = Graph(walk, {name: number for name, number in leaves if number is not None})
-        shapes = dict(zip(given.parameters, given.shapes, strict=True))
+        shapes = dict(zip(given.parameters, map(tuple, given.shapes), strict=True))
         seen = find_uses(graph, shapes, choices=self._choices, batch=given.batch, known=given.known)
         return Recipe(given, graph.notes, seen)
 
@@ -71,8 +74,10 @@ class Recipe:
     def __init__(self, given: _Given, notes: Notes, seen: Sightings) -> None:
         self._given = given
         self._questions = Questions(notes)
-        self._places = [(one.node.number, one.leaf.number, one.given) for one in seen.found]
-        self._readings = readings(seen.found)
+        self._nodes = [one.node.number for one in seen.found]
+        self._leaves = [one.leaf.number for one in seen.found]
+        self._look_ups = [one.given for one in seen.found]
+        self._readings = Readings(readings(seen.found))
         self._numbers: list[int | None] = [None] * len(seen.found)  # of the activations of `_uses`
         self._uses = Uses(one.use for one in seen.found)
         self._unrecognised = seen.unrecognised
@@ -84,11 +89,10 @@ class Recipe:
 
     def fill(self, nodes: Sequence[Node]) -> Findings:
         """The findings in a graph that fits."""
-        uses = self._with_inputs(activation_numbers(nodes, self._readings))
-        found = [
-            Occurrence(nodes[node], nodes[leaf], use, () if look_up is None else (_indices(nodes, look_up),))
-            for (node, leaf, look_up), use in zip(self._places, uses, strict=True)
-        ]
+        uses = self._with_inputs(self._readings.activation_numbers(nodes))
+        given = [() if look_up is None else (_indices(nodes, look_up),) for look_up in self._look_ups]
+        tappers, leaves = map(nodes.__getitem__, self._nodes), map(nodes.__getitem__, self._leaves)
+        found = list(map(_occurrence, zip(tappers, leaves, uses, given, strict=True)))
         return Findings(found, uses, dict(self._unrecognised), dict(self._left))
 
     def _with_inputs(self, numbers: list[int | None]) -> Uses:

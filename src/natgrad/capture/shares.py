@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from natgrad.capture.cases import RESHAPES
@@ -92,19 +93,36 @@ def _way(one: Found) -> object:
     return (use.operation, use.weight.shape[2], use.bias is not None, use.adds_bias)
 
 
-def activation_numbers(nodes: Sequence[Node], readings: Sequence[Reading | None]) -> list[int | None]:
-    """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so the address of a
-    storage names it.
-    """
-    numbers: dict[object, int] = {}
-    return [
-        None if one is None else numbers.setdefault(_activation_identity(nodes, one), len(numbers)) for one in readings
-    ]
+class Readings:
+    """Those of all uses of a graph: they tell which of them read the same tensor."""
+
+    def __init__(self, readings: Sequence[Reading | None]) -> None:
+        self._all = readings
+        self._comparable = [one for one in readings if one is not None and one.way is not None]
+        every = iter(range(len(readings)))
+        self._apart = [None if one is None else next(every) for one in readings]  # where all tensors are different
+
+    def activation_numbers(self, nodes: Sequence[Node]) -> list[int | None]:
+        """Equal for uses that read the same tensor in the same way. All saved tensors are alive, so the address of a
+        storage names it.
+        """
+        storages = {_storage(saved_tensor(nodes[one.number], one.name)) for one in self._comparable}
+        if len(storages) == len(self._comparable):
+            return self._apart
+        numbers: dict[object, int] = {}
+        return [
+            None if one is None else numbers.setdefault(_activation_identity(nodes, one), len(numbers))
+            for one in self._all
+        ]
 
 
 def _activation_identity(nodes: Sequence[Node], one: Reading) -> object:
     if one.way is None:
         return one
     tensor = saved_tensor(nodes[one.number], one.name)
-    storage = tensor.untyped_storage()._cdata
-    return one.way, storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+    return one.way, _storage(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

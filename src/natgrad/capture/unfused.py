@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.capture.structure import Structure
+
 
 class _Hook:
     """Copies and pickles of an armed model carry a hook that does nothing."""
@@ -35,15 +37,19 @@ class Unfused:
     def __init__(self, model: nn.Module, *, always: bool = False) -> None:
         self._model = model
         self._always = always
+        self._structure: Structure | None = None  # of the model, as it was looked at last
+        self._recurrent: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         self._entered: list[ExitStack] = []
 
     def arm(self) -> None:
         """Runs recurrent modules unfused from now on."""
-        for module in _modules(self._model):
-            if isinstance(module, nn.RNNBase):
-                self._handles.append(module.register_forward_pre_hook(_Hook(self._enter)))
-                self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
+        if self._structure is None or not self._structure.is_present:
+            self._structure = Structure(self._model, parameters=False)
+            self._recurrent = [module for module in self._structure.modules if isinstance(module, nn.RNNBase)]
+        for module in self._recurrent:
+            self._handles.append(module.register_forward_pre_hook(_Hook(self._enter)))
+            self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
 
     def disarm(self) -> None:
         """Runs them as ever."""
@@ -60,17 +66,6 @@ class Unfused:
     def _leave(self) -> None:
         if self._entered:
             self._entered.pop().close()
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """``model.modules()``, without the names that it makes on the way."""
-    found, seen = [model], {model}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
 
 
 @contextmanager

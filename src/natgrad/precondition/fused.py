@@ -7,8 +7,9 @@ four kernels (`natgrad.precondition.kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,13 +25,22 @@ from natgrad.statistics.moving import numbers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**31 - 2**14
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 Gradients = Mapping[str, Tensor | None]
 
 
-def lies(gradient: Tensor) -> tuple[object, ...]:
-    """All that kernels know of a gradient, but where it is."""
-    return gradient.shape, gradient.stride(), gradient.dtype, gradient.data_ptr() % ALIGNED_BYTES == 0
+def lie(gradients: Iterable[Tensor | None]) -> tuple[object, ...]:
+    """All that kernels know of gradients, but where they are."""
+    every = list(gradients)
+    present = [gradient for gradient in every if gradient is not None]
+    return (
+        [number for number, gradient in enumerate(every) if gradient is None],
+        list(map(_shape, present)),
+        list(map(Tensor.stride, present)),
+        list(map(_dtype, present)),
+        [place % ALIGNED_BYTES == 0 for place in map(Tensor.data_ptr, present)],
+    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +257,8 @@ class Fused:
 
     def find(self, gradients: Gradients, pointers: list[int]) -> bool:
         """Puts where the gradients are; whether they were elsewhere before."""
-        here = [_present(gradients, name).data_ptr() for name in self.names]
+        present: Any = map(gradients.__getitem__, self.names)  # pieces are those with a gradient
+        here = list(map(Tensor.data_ptr, present))
         moved = pointers[: len(here)] != here
         pointers[: len(here)] = here
         return moved
@@ -342,9 +353,3 @@ def _missing(stack: Stack, own: Sequence[_Piece]) -> set[int]:
     """The numbers of a stack's parameters that have no gradient."""
     present = {piece.name for piece in own}
     return {number for number, name in enumerate(stack.names) if name not in present}
-
-
-def _present(gradients: Gradients, name: str) -> Tensor:
-    gradient = gradients[name]
-    assert gradient is not None, "pieces are those with a gradient"
-    return gradient

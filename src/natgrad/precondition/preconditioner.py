@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
 from natgrad.precondition.clip import Clip, clip
-from natgrad.precondition.fused import Fused, fused, lies
+from natgrad.precondition.fused import Fused, fused, lie
 from natgrad.precondition.preparing import Preparation, prepares
 from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_length
 from natgrad.precondition.replay import Replay
@@ -99,6 +100,15 @@ class Request:
         )
 
 
+@dataclass(frozen=True)
+class _Rates:
+    """The learning rates that were found for some stacks, by the function that was given."""
+
+    stacks: list[Stack]
+    given: Callable[[str], LearningRate] | None
+    found: list[Rates]
+
+
 class Preconditioner:
     """The solved sides of all blocks, and the products with them, by compiled code where asked for. `others` are the
     ranks that share the work; `solved` has their blocks too, without sides.
@@ -122,7 +132,8 @@ class Preconditioner:
         self._compiled_directions = torch.compile(self._directions) if compiled else None
         self._preparations: dict[tuple[int, ...], Preparation] = {}
         self._changes = 0  # kinds of gradients that were new, less those that were not
-        self._arithmetics: dict[Hashable, Fused | None] = {}
+        self._arithmetics: list[tuple[object, Fused | None]] = []  # with how gradients lie; the last one comes first
+        self._rates = _Rates([], None, [])
         self._replay = Replay() if cuda_graph and not compiled else None
         self.solved: dict[str, SolvedBlock] = {}
         self._sides: dict[Hashable, Side] = {}
@@ -302,13 +313,14 @@ class Preconditioner:
         there is nothing to do.
 
         Where they are not finite, or `finite` says that other gradients are not, they become zero. `norms`, where
-        given, holds tensors whose norm each block's direction takes over (grafting).
+        given, holds tensors whose norm each block's direction takes over (grafting). `learning_rate` is another
+        function wherever it gives other numbers.
         """
         stacks = [stack for stack in self._present_stacks() if stack.has_gradient(gradients)]
         apart = self.others is not None and self.others.apart and bool(self.solved)
         if not stacks and not apart:
             return None
-        rates = [rates_of(stack, learning_rate) for stack in stacks]
+        rates = self._rates_of(stacks, learning_rate)
         if apart:
             clipped = self._replace_together(stacks, gradients, damping, kappa, rates, finite, norms)
         elif self._compiled is None:
@@ -351,17 +363,26 @@ class Preconditioner:
 
     def _fused(self, stacks: Sequence[Stack], gradients: Mapping[str, Tensor | None]) -> Fused | None:
         """The kernels for gradients that lie as these do; the same object as long as they do."""
-        present = [gradients[name] for stack in stacks for name in stack.names]
-        key = (*map(id, stacks), *(None if one is None else lies(one) for one in present))
-        known = key in self._arithmetics
-        self._changes = max(0, self._changes - 1) if known else self._changes + 1
+        # Compared with the last ones, not looked up: a hash of so much takes longer.
+        key = (list(map(id, stacks)), lie(gradients[name] for stack in stacks for name in stack.names))
+        known = next((number for number, (other, _) in enumerate(self._arithmetics) if other == key), None)
+        self._changes = self._changes + 1 if known is None else max(0, self._changes - 1)
         if self._changes > _CHANGES:
             return None  # gradients come and go in ever new ways: tables would be made in every step
-        if not known:
+        if known is None:
             if len(self._arithmetics) >= _KINDS:
                 self._arithmetics.clear()
-            self._arithmetics[key] = fused(stacks, gradients, self.solver, self.rule)
-        return self._arithmetics[key]
+            self._arithmetics.insert(0, (key, fused(stacks, gradients, self.solver, self.rule)))
+        elif known > 0:
+            self._arithmetics.insert(0, self._arithmetics.pop(known))
+        return self._arithmetics[0][1]
+
+    def _rates_of(self, stacks: list[Stack], learning_rate: Callable[[str], LearningRate]) -> list[Rates]:
+        """The same as the last time, for the same stacks and rates."""
+        last = self._rates
+        if learning_rate is not last.given or len(stacks) != len(last.stacks) or not all(map(is_, stacks, last.stacks)):
+            last = self._rates = _Rates(stacks, learning_rate, [rates_of(stack, learning_rate) for stack in stacks])
+        return last.found
 
     def _numbers(self) -> _Numbers:
         return _Numbers(next(iter(self.solved.values())).scale)
@@ -371,6 +392,7 @@ class Preconditioner:
             if self._replay is not None:
                 self._replay.clear()
             self._arithmetics.clear()
+            self._rates = _Rates([], None, [])
             self._changes = 0
             self._stacks = _stacked(member for member in self.solved.values() if member.sides)
             self._uncovered = _uncovered([layout for one in self.solved.values() for layout in one.block.layouts])

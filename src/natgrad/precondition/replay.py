@@ -169,7 +169,8 @@ class _Work:
     ) -> None:
         self.stacks = list(stacks)
         self.arithmetic = arithmetic
-        covered = dict.fromkeys(name for stack in stacks for name in stack.names)
+        # The gradients that are there, which are copied. Kernels know theirs, and are others where these are.
+        covered = dict.fromkeys(name for stack in stacks for name in stack.names) if arithmetic is None else ()
         self.names = [name for name in covered if gradients[name] is not None]
         self.slots = slots
         self.capped = capped
