@@ -239,11 +239,10 @@ class Window:
     def begin(self, current: Pass) -> list[Tap]:
         """A backward has reached a pass."""
         current.task = torch._C._current_graph_task_id()
-        fresh = all(self._parameters[name].grad is None for name in current.uses.parameters)
         another = all(other.task != current.task for other in self._counted)
         # Gradients were thrown away since (a skipped batch, another network's turn; a step that the scaler skipped):
         # so are their statistics.
-        if self._counted and another and (fresh or self._period is not self.scale.period):
+        if self._counted and another and (self._has_no_gradient(current) or self._period is not self.scale.period):
             self._discard()
         self._period = self.scale.period
         if (
@@ -269,6 +268,10 @@ class Window:
             self._drop(current.unrecognised)
         self._drop(current.left)
         return self.registry.assign(current.uses)
+
+    def _has_no_gradient(self, current: Pass) -> bool:
+        """Whether none of a pass's parameters has."""
+        return all(self._parameters[name].grad is None for name in current.uses.parameters)
 
     def _drop(self, reasons: Mapping[str, str]) -> None:
         """Parameters that had a block and are now left to the optimizer."""
@@ -400,7 +403,7 @@ class Window:
         commit_counts(used if elsewhere is None else [*used, *elsewhere.orientations], decay, self.terms)
         resting = () if elsewhere is None else elsewhere.factors
         finite = commit(self.registry.factors(), decay, usable, resting)
-        self.close()
+        self._forget_passes()  # of what came in nothing is left
         return finite
 
     def preview(self, step: int, decay: float, elsewhere: Elsewhere) -> tuple[Preview, dict[Orientation, Tensor]]:
@@ -438,16 +441,24 @@ class Window:
 
     def close(self) -> None:
         """Forgets everything that did not reach the running averages."""
+        self._discard()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
         for current in list(self._open):
             self._forget(current)
-        self._discard()
+        self._forget_counted()
         self.problem = ""
         self.ignored = False
 
-    def _discard(self) -> None:
+    def _forget_counted(self) -> None:
         self._counted = []
         self._delivered = 0.0
         self._claimed.clear()
+
+    def _discard(self) -> None:
+        """Forgets the passes that counted, with what came in from them."""
+        self._forget_counted()
         for orientation in self.registry.orientations():
             if orientation.has_pending:
                 orientation.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,3 +68,22 @@ def test_tensors_that_are_the_same_have_the_same_number() -> None:
     assert sorted(names[1:]) == [0, 0, 1] or sorted(names[1:]) == [0, 1, 1]
     assert len(set(readings_of(together, 0, 1, 2).activation_numbers(together.nodes))) == 4
     assert len(set(readings_of(together, None, None, None).activation_numbers(together.nodes))) == 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: functional.batch_norm(x, None, None, w, w, training=True),
+        lambda x, w: functional.group_norm(x, 3, w, w),
+        lambda x, w: functional.layer_norm(x, (3,), w, w),
+    ],
+    ids=["batch", "group", "layer"],
+)
+def test_what_an_operation_saves_is_packed_together(norm: Callable[[Tensor, Tensor], Tensor], packed: bool) -> None:
+    """`with_derivatives` asks for the first alone."""
+    x, weight = torch.randn(4, 3, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*AS_IT_IS) if packed else nullcontext():
+        walk = Walk([norm(x, weight)])
+    vertex = Graph(walk, {}).vertices[0]
+    assert [has_unpack_hook(vertex, name) for name in ("input", "result1", "result2")] == [packed] * 3

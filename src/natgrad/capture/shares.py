@@ -21,7 +21,9 @@ def with_derivatives(graph: Graph, found: list[Found]) -> list[Found]:
     numbers: dict[object, int] = {}
     result = []
     for one in found:
-        packed = one.given is None and any(has_unpack_hook(one.node, name) for name in one.use.saved)
+        # What one operation saves is packed by the same hooks: the first tells for all, and questions are asked again
+        # in every step.
+        packed = one.given is None and any(has_unpack_hook(one.node, name) for name in one.use.saved[:1])
         identity = _derivative_identity(graph, one)
         number = None if identity is None else numbers.setdefault(identity, len(numbers))
         result.append(replace(one, use=replace(one.use, packed=packed, share_output=number)))
