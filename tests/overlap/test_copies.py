@@ -62,6 +62,10 @@ def test_what_lies_together_is_copied_together(monkeypatch: pytest.MonkeyPatch) 
         for one, other in zip(_copied_together(some), some, strict=True):
             assert torch.equal(one, other)
     assert len(made) == 4
+    monkeypatch.setattr(places, "_TOGETHER", 28)
+    made.clear()
+    _copied_together(parts)
+    assert [tensor.shape for tensor in made] == [(1, 4, 4), (1, 3, 3)]
 
 
 def test_who_solves_at_home_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

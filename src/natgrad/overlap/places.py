@@ -404,13 +404,18 @@ def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tenso
     return tuple(copies[number] for number in range(len(factors)))
 
 
+# Elements of factors that are copied as one. A step that asks for decompositions while the last ones' memory is not free
+# yet pins more: a gigabyte took 0.1 to 0.5 s (an H200's host), which many smaller pieces, used again, do not.
+_TOGETHER = 2**23
+
+
 def _copied_together(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of one tensor as one copy, unless that has mostly other things."""
+    """Parts of one tensor as one copy, unless that is large, or has mostly other things."""
     offsets = [int(factor.storage_offset()) for factor in factors]
     start = min(offsets)
     length = max(offset + factor.numel() for offset, factor in zip(offsets, factors, strict=True)) - start
     all_dense = all(factor.is_contiguous() for factor in factors)
-    if not all_dense or length > 2 * sum(factor.numel() for factor in factors):
+    if not all_dense or length > min(_TOGETHER, 2 * sum(factor.numel() for factor in factors)):
         return [_pinned_copy(factor) for factor in factors]
     whole = _pinned_copy(factors[0].as_strided((length,), (1,), start))
     parts = zip(factors, offsets, strict=True)
