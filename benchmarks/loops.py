@@ -1,9 +1,10 @@
 """Real loops of K-FAC in turns with SGD: the mean step and the worst, how old decompositions are, and memory.
 
 A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
-of its interval, after a warm-up that has the first two decompositions in it. SGD takes its turns before, after, and
-in between, so that the drift of a machine cancels. Where decompositions are made in the background the loop is not
-interrupted: they would go on while SGD has its turn, for nothing. Targets are drawn anew in every step.
+of its interval, after a warm-up that has the first two decompositions in it. SGD takes its turns before, after (long
+ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels. Where
+decompositions are made in the background the loop is not interrupted: they would go on while SGD has its turn, for
+nothing. Targets are drawn anew in every step.
 
 Times of single steps are those between events on the training stream, which nobody waits for; the mean is that of the
 whole wall time.
@@ -39,6 +40,9 @@ EARLY = 10  # the step of the second decomposition, at the latest
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
 STRETCH = {"cpu": 10, "cuda": 100}
 _SYNCHRONOUS = (None, "staggered")  # overlaps that leave nothing to do while SGD has its turn
+# Seconds of SGD's turns before and after a loop, at least, as far as half the loop's steps go. Hosts are slow for
+# seconds at a time: a shorter turn would meet such a stretch, or miss it, where a loop has its share.
+LONG_TURN = {"cpu": 0.0, "cuda": 3.0}
 
 
 def names_of_ways() -> list[str]:
@@ -192,7 +196,9 @@ class Baseline:
         before = device.allocated() - work.data_bytes
         self._eager = self._warm(Trainer(work))
         device.reset_peak()
-        self.turn()
+        seconds = self.turn().seconds
+        long_turn = math.ceil(LONG_TURN[device.torch.type] / seconds)
+        self._boundary_steps = max(self._steps, min(long_turn, settings.steps // 2))
         peak = device.peak()
         self.peak = None if peak is None else peak - before
         self._compiled: Trainer | None = None
@@ -216,8 +222,8 @@ class Baseline:
 
     def boundary(self) -> None:
         """A turn while no K-FAC is there: one that waits for statistics makes compiled models run eagerly."""
-        self.latest = self.turn()
-        steps = self._steps
+        steps = self._boundary_steps
+        self.latest = self.turn(steps)
         self.latest_compiled = None if self._compiled is None else mean_step(self._compiled, self._work, steps)
 
 

@@ -112,6 +112,22 @@ def test_the_warm_up_has_two_decompositions_in_it():
     assert found.error is None
 
 
+def test_turns_before_and_after_a_loop_are_long(monkeypatch):
+    turns = []
+    measured = loops.mean_step
+
+    def watched(trainer, work, steps):
+        turns.append(steps)
+        return measured(trainer, work, steps)
+
+    monkeypatch.setattr(loops, "mean_step", watched)
+    for seconds, expected in ((0.0, 2), (1e3, 15)):  # as many as asked for, or half the loop's
+        monkeypatch.setitem(loops.LONG_TURN, "cpu", seconds)
+        turns.clear()
+        loops.Baseline(Workload(TINY, CPU), LoopSettings(steps=30, sgd_steps=2))
+        assert turns == [2, expected]
+
+
 def test_a_summary_by_hand():
     one = Measured(contender=Contender(solver="eigen", way="plain", intervals=OFTEN))
     assert one.summary() == {}
