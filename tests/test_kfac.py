@@ -471,6 +471,7 @@ def test_set_to_zero_gradients_of_the_optimizers_state_initialisation_change_not
 
 
 def test_compiled_model_is_compiled_on_ordinary_steps_and_eager_on_armed_ones() -> None:
+    gc.collect()  # other tests' KFACs, one of which may be waiting for statistics
     compiled_calls = []
 
     def backend(graph: Any, example: Any) -> Any:
