@@ -64,7 +64,7 @@ def place_of(
 
 def _sizes(options: Background, tasks: Sequence[Task]) -> tuple[int, int]:
     """Workers, and threads of LAPACK of each; the same for the same request."""
-    return options.sizes(max(factor.shape[-1] for task in tasks for factor in task.factors))
+    return options.sizes(max((factor.shape[-1] for task in tasks for factor in task.factors), default=0))
 
 
 def choose(tasks: Sequence[Task], cores: int, on_device: Costs, on_two_cores: Costs) -> str:
