@@ -404,8 +404,8 @@ def _pinned(factors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tenso
     return tuple(copies[number] for number in range(len(factors)))
 
 
-# Elements of factors that are copied as one. A step that asks for decompositions while the last ones' memory is not free
-# yet pins more: a gigabyte took 0.1 to 0.5 s (an H200's host), which many smaller pieces, used again, do not.
+# Elements of factors that are copied as one. A step that asks for decompositions while the last ones' memory is not
+# free yet pins more: a gigabyte took 0.1 to 0.5 s (an H200's host), which many smaller pieces, used again, do not.
 _TOGETHER = 2**23
 
 
