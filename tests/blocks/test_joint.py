@@ -78,11 +78,12 @@ def test_no_factor_keeps_another_alive() -> None:
     for one in some:
         one.add(torch.ones(1, 2), 1)
     commit(some, 0.5)
-    last = weakref.ref(some.pop())
+    last, memory = weakref.ref(some[-1]), weakref.ref(some.pop().sum)
     gc.disable()
     try:
         del one
         assert last() is None
+        assert memory() is None
     finally:
         gc.enable()
 
