@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from helpers import Hand
 from natgrad import KFAC
@@ -153,3 +154,29 @@ def test_a_clock_changes_no_bit(options: dict[str, object]) -> None:
 
 def test_a_kfac_has_no_clock_until_it_is_given_one() -> None:
     assert isinstance(KFAC(nn.Linear(2, 2), kl_clip=None).clock, NoClock)
+
+
+def test_what_is_recomputed_for_statistics_is_their_time() -> None:
+    """A checkpointed region runs forward, again for autograd, and once more for K-FAC."""
+    kept: list[str | None] = []
+
+    class Region(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(kfac.clock.present)
+            return super().forward(x)
+
+    region = Region(3, 3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.region = region
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.region, x.tanh(), use_reentrant=False)
+
+    model = Model()
+    kfac = KFAC(model, lr=0.1, factor_update_steps=1)
+    kfac.clock = Clock()
+    functional.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 3).backward()
+    assert sorted(map(str, kept)) == ["None", "None", "statistics"]

@@ -78,3 +78,16 @@ def test_a_model_that_moves_is_refused_once_it_has_blocks() -> None:
         kfac._observer._refuse_moved(elsewhere)
     with pytest.raises(RuntimeError, match=r"2\.weight moved from cpu to meta"):
         kfac._observer._refuse_moved(dict(model.named_parameters()) | {"2.weight": elsewhere["2.weight"]})
+
+
+def test_a_parameter_under_another_name_takes_part_under_that() -> None:
+    """The same objects in the same order: only their names are others."""
+    model = model_of_three()
+    kfac = KFAC(model, lr=0.1, factor_update_steps=1)
+    run(model)
+    kfac.step()
+    model._modules = {f"new {name}": child for name, child in model._modules.items()}
+    run(model)
+    kfac.step()
+    assert taking_part(kfac) == {"new 0.weight", "new 2.weight", "new 2.bias"}
+    assert set(kfac._registry.keys()) == {"new 0.weight", "new 2.weight"}

@@ -95,7 +95,7 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 def stream_of(device: torch.device) -> int:
     """What works are launched on: tables that went to the device on one stream are not for another."""
-    if device.type == "cpu":
+    if device.type != "cuda":  # tables are for kernels, which run nowhere else
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     # What current_stream(device).cuda_stream is, without an object around it: asked for with every tensor that waits.

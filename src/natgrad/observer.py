@@ -28,10 +28,11 @@ _requires_grad, _device = attrgetter("requires_grad"), attrgetter("device")
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The parameters that take part, and what that was decided from: all parameters, what they say of themselves, and
-    those that the optimizer holds.
+    """The parameters that take part, and what that was decided from: all parameters and their names, what they say of
+    themselves, and those that the optimizer holds.
     """
 
+    names: list[str]
     parameters: Sequence[Tensor]
     flags: list[bool]
     held: Mapping[int, int] | None
@@ -66,7 +67,7 @@ class Observer:
         self._exclude = exclude
         self._excluded: dict[str, bool] = {}  # of names that were asked for
         self._structure: Structure | None = None  # of the model, as it was looked at last
-        self._candidates = _Candidates([], [], None, {})
+        self._candidates = _Candidates([], [], [], None, {})
         self._homes: tuple[int, set[torch.device]] = (-1, set())  # of blocks, for a version of the registry
         self._fraction = fraction
         self._terms = terms
@@ -171,13 +172,13 @@ class Observer:
 
     def _take_part(self) -> Mapping[str, Tensor]:
         """The parameters that take part; the same object again where nothing of what `why_left` asks has changed."""
-        present = list(self._parameters.values())
+        names, present = list(self._parameters), list(self._parameters.values())
         flags = [*map(_requires_grad, present), *map(Tensor.is_floating_point, present)]
         last, held = self._candidates, self._link.held
-        same = len(present) == len(last.parameters) and all(map(is_, present, last.parameters))
+        same = names == last.names and all(map(is_, present, last.parameters))
         if not same or flags != last.flags or held is not last.held:
             found = {name: p for name, p in self._parameters.items() if self.why_left(name, p) is None}
-            self._candidates = last = _Candidates(present, flags, held, found)
+            self._candidates = last = _Candidates(names, present, flags, held, found)
         return last.found
 
     def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:

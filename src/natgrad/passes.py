@@ -449,7 +449,7 @@ class Pass:
             return tuple([saved_tensor(node, name).detach() for name in use.saved])
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
-        with self._group:
+        with self._owner.clock.part("statistics"), self._group:
             return tuple(saved_tensor(node, name).detach() for name in use.saved)
 
 

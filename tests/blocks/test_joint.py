@@ -68,16 +68,22 @@ def test_numbers_of_another_stream_are_sent_again(monkeypatch: pytest.MonkeyPatc
     assert together.counted([3, 4]) is second
 
 
+def test_numbers_go_to_devices_that_have_no_streams() -> None:
+    together = joint([Joined(torch.zeros((), dtype=torch.float64, device="meta"))])
+    assert together.counted([3]).device.type == "meta"
+
+
 def test_no_factor_keeps_another_alive() -> None:
     some = [factor() for _ in range(3)]
     for one in some:
         one.add(torch.ones(1, 2), 1)
     commit(some, 0.5)
-    last = weakref.ref(some.pop())
+    last, memory = weakref.ref(some[-1]), weakref.ref(some.pop().sum)
     gc.disable()
     try:
         del one
         assert last() is None
+        assert memory() is None
     finally:
         gc.enable()
 

@@ -12,7 +12,7 @@ from natgrad.overlap import options, places
 from natgrad.overlap.job import Job
 from natgrad.overlap.options import Background
 from natgrad.overlap.places import InStep, _copied_together, _pinned_result
-from natgrad.overlap.tasks import Task, solve_tensors
+from natgrad.overlap.tasks import Task, pack, solve_packed, solve_tensors, unpack
 from natgrad.precondition.preconditioner import Request
 
 
@@ -66,6 +66,14 @@ def test_what_lies_together_is_copied_together(monkeypatch: pytest.MonkeyPatch) 
     made.clear()
     _copied_together(parts)
     assert [tensor.shape for tensor in made] == [(1, 4, 4), (1, 3, 3)]
+
+
+def test_what_lies_together_is_sent_without_what_is_between() -> None:
+    whole = torch.zeros(100_000)
+    parts = tuple(whole[start : start + 9].view(1, 3, 3) for start in (0, 90_000))
+    task = Task("eigen", ("a", "b"), parts)
+    assert len(pack(task)) < 10_000
+    assert len(unpack(solve_packed(pack(task)))) == 2
 
 
 def test_who_solves_at_home_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

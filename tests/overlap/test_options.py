@@ -111,6 +111,12 @@ def test_places_are_what_they_are_called():
     assert [place(where, "cuda").name for where in ("auto", "cpu", "gpu")] == ["auto", "cpu", "gpu"]
 
 
+def test_a_request_without_dense_factors_is_for_cores():
+    place = place_of(Background(), torch.device("cuda"), print, lambda: (Costs.of("cuda"), Costs.of("cpu")))
+    assert list(place.bring([])) == []
+    assert place.name == "cpu"
+
+
 def resnet50(solver: str) -> list[Task]:
     """Its largest factors, where most of the time goes."""
     sizes = [4608] * 3 + [2304] * 6 + [2048] * 5 + [1152] * 4 + [1024] * 12 + [512] * 20 + [256] * 30

@@ -38,6 +38,9 @@ CORRELATED = [
     (2, 64, 5, 4, (1, 3), (1, 1), (0, 1), (1, 1), 1),
     (2, 64, 5, 4, (2, 1), (1, 1), (0, 0), (1, 1), 1),
     (2, 64, 5, 4, (1, 7), (1, 1), (0, 3), (1, 1), 1),
+    # Many rows, whose splits are added up before they are spread: a few, and sixteen at a time.
+    (8, 64, 9, 9, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    (32, 64, 14, 14, (3, 3), (1, 1), (0, 1), (1, 1), 1),
 ]
 KINDS = [
     (torch.float32, torch.contiguous_format),

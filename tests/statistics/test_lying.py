@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.statistics import gpu, plans
-from natgrad.statistics.gpu import Patches
+from natgrad.statistics.gpu import Norm, Patches
 from natgrad.statistics.image import Image
 from natgrad.statistics.plans import Plan
 
@@ -79,6 +79,18 @@ def test_cases_apart_are_correlated_in_a_dense_copy(monkeypatch: pytest.MonkeyPa
         found = kernels_of(Patches(Image.of(x), 1, (3, 3), (1, 1), (1, 1)), monkeypatch)
         assert "correlation" in found
         assert found.count("channels_last") == copies
+
+
+def test_the_square_of_many_channels_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diagonal has no columns to sort: 65536² is 0 in 32 bits, by which the kernel would divide."""
+    rows: dict[str, Any] = {}
+    monkeypatch.setattr(plans, "kernel", lambda package, name: name)
+    monkeypatch.setattr(plans, "triton_type", lambda value: value)
+    monkeypatch.setattr(plans, "Launch", lambda kernel, numbers, *given, **options: rows.update({kernel: numbers}))
+    Plan(torch.device("cpu"), [Norm(Image.of(torch.zeros(2, 2**16, 1, 1)), False, True, True, 1.0)])
+    ((*_, count, size, elements, splits, _, _),) = rows["finish_kernel"]
+    assert (count, elements, splits) == (2**16, 1, 2)
+    assert size**2 < 2**31
 
 
 def test_a_part_of_what_32_bits_cannot_count_is_not_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad import KFAC, passes
+from natgrad.blocks.factor import Factor
 from natgrad.statistics import gpu
 from natgrad.statistics import waiting as waiting_of
 from natgrad.statistics.operations import Operation
@@ -279,3 +280,85 @@ def test_what_a_node_leads_to_is_decided_once(monkeypatch: pytest.MonkeyPatch) -
     # In the first step blocks are made, and what is known of uses is forgotten.
     assert asked == [(6, 4)] * 2 * 2 + [(5, 4)] * 2
     assert held == [2] * 10  # an entry a node, with both of its works
+
+
+class Kinds(nn.Module):
+    """Two layers that share both of their factors, a norm layer with two uses at a node, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm, self.last = nn.Linear(3, 4), nn.Linear(3, 4), nn.LayerNorm(4), Plain(4, 4)
+        self.twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x) + self.second(x)).tanh()
+        out: Tensor = self.last(self.norm(hidden) if self.twice else hidden)
+        return out
+
+
+class Plain(nn.Linear):
+    """Without a bias: nothing but a product."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+
+@pytest.mark.parametrize("change", ["nothing", "terms", "gradients", "uses", "ranks"])
+def test_what_is_remembered_of_a_node_holds_only_for_the_same_work(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors lie as they did in every step: something else decides what is to be done with them."""
+    held: list[int] = []
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Kinds()
+        kfac = KFAC(model, lr=0.1, factor_update_steps=1, inv_update_steps=100, kl_clip=None)
+        elsewhere: list[Factor] = []
+        kfac._window.takes = lambda factor: factor not in elsewhere
+        for step in range(6):
+            model.zero_grad()
+            odd = step % 2 == 1
+            model.twice = odd and change == "uses"
+            if change == "ranks" and step > 1:
+                elsewhere = [block.straight.row for block in kfac._registry][step % 2 :: 2]
+            loss = functional.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 4)
+            if change == "terms":
+                kfac.capture(loss, terms=12.0 if odd else 6.0)
+            some = [parameter for name, parameter in model.named_parameters() if name != "norm.bias"]
+            loss.backward(inputs=some if odd and change == "gradients" else None)
+            kfac.step()
+        return [*factors(kfac), *(factor.weight for factor in kfac._registry.factors())]
+
+    def late(
+        operation: Operation,
+        derivative: Tensor,
+        saved: Any,
+        *,
+        scale: float,
+        homogeneous: bool,
+        diagonal: Any,
+        **_: Any,
+    ) -> Late:
+        def input_factor(tensors: Sequence[Tensor]) -> Tensor:
+            return operation.input_factors(tensors, homogeneous=homogeneous, diagonal=diagonal[1:])[0]
+
+        def output_factor(tensors: Sequence[Tensor]) -> Tensor:
+            return operation.output_factor(tensors[0], tensors[1:], diagonal=diagonal[0]) * scale
+
+        rows = operation.rows(saved, derivative)
+        assert isinstance(rows, int)
+        return Late(rows, Fake(input_factor) if len(diagonal) == 2 else None, Fake(output_factor), True)
+
+    def watched(own: waiting_of.Waiting, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
+        held.append(len(parts))
+        put(own, parts, tensors)
+
+    expected = run()
+    _install(monkeypatch, inputs=True, outputs=True)
+    put = waiting_of.Waiting.put
+    monkeypatch.setattr(passes, "late", late)
+    monkeypatch.setattr(waiting_of.Waiting, "put", watched)
+    for one, other in zip(run(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert 2 in held  # a node's works as one entry

@@ -26,7 +26,7 @@ class Joined:
 
 class Joint:
     """The tensors of several members as `whole`, of which theirs are the `parts`; and what else is the same of these
-    members from step to step. It holds no member, so that none keeps others alive.
+    members from step to step. It holds no member, and nothing large of one, so that none keeps others alive.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

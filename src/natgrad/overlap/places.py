@@ -63,8 +63,16 @@ def place_of(
 
 
 def _sizes(options: Background, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Workers, and threads of LAPACK of each; the same for the same request."""
-    return options.sizes(max(factor.shape[-1] for task in tasks for factor in task.factors))
+    """Workers, and threads of LAPACK of each; the same for the same request. Unless they are told how many to be, each
+    has some pieces to do: a step waits until all of them have started.
+    """
+    workers, threads = options.sizes(max((factor.shape[-1] for task in tasks for factor in task.factors), default=0))
+    if options.workers is None:
+        workers = min(workers, max(1, -(-len(tasks) // _PIECES_A_WORKER)))
+    return workers, threads
+
+
+_PIECES_A_WORKER = 4
 
 
 def choose(tasks: Sequence[Task], cores: int, on_device: Costs, on_two_cores: Costs) -> str:

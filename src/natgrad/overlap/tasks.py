@@ -77,7 +77,12 @@ def solve_tensors(solver: str, factors: Sequence[Tensor], keep: Keep = as_it_is)
 
 def pack(task: Task) -> bytes:
     """A task as bytes, for other processes and machines."""
-    return packed({"solver": task.solver, "factors": [factor.cpu() for factor in task.factors]})
+    return packed({"solver": task.solver, "factors": [_alone(factor.cpu()) for factor in task.factors]})
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """In memory of its own: a part of something larger would be sent with all of that."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def solve_packed(payload: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, reduce
 from operator import attrgetter, or_
@@ -29,10 +30,12 @@ def finite(moments: Sequence[Tensor]) -> Tensor:
 
 
 class Sums:
-    """Running sums that move together in step after step: what kernels have to know of them is found out once."""
+    """Running sums that move together in step after step: what kernels have to know of them is found out once. Whose
+    they are keeps them alive, and not this.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._device = tensors[0].device
         self._counts = _counts(tensors)
         self._places = list(map(Tensor.data_ptr, tensors))
@@ -45,24 +48,25 @@ class Sums:
         if self._fit:
             places = list(map(Tensor.data_ptr, moments))
             if _fit(moments, places):
-                return self._launch(places, usable, decay)
+                return self._launch(moments[0], places, usable, decay)
         flags = _and(finite(moments), usable)
+        sums = [tensor for one in self._tensors if (tensor := one()) is not None]
         if self._device.type == "cpu":
             # Nobody waits for an answer here, and one pass over memory is enough.
-            for total, flag, moment in zip(self._tensors, flags.tolist(), moments, strict=True):
+            for total, flag, moment in zip(sums, flags.tolist(), moments, strict=True):
                 if flag:
                     torch.add(moment, total, alpha=decay, out=total)
         else:
             # Into the moments: no third copy of all sums.
-            torch._foreach_add_(list(moments), self._tensors, alpha=decay)
-            for total, flag, moment in zip(self._tensors, flags.unbind(), moments, strict=True):
+            torch._foreach_add_(list(moments), sums, alpha=decay)
+            for total, flag, moment in zip(sums, flags.unbind(), moments, strict=True):
                 torch.where(flag, moment, total, out=total)
         return flags
 
-    def _launch(self, places: Sequence[int], usable: Tensor | None, decay: float) -> Tensor:
-        """The same by kernels, which find moments after the sums."""
+    def _launch(self, first: Tensor, places: Sequence[int], usable: Tensor | None, decay: float) -> Tensor:
+        """The same by kernels, which find moments, of which this is the `first`, after the sums."""
         count, device = len(self._places), self._device
-        with torch.cuda.device_of(self._tensors[0]):
+        with torch.cuda.device_of(first):
             pointers = addresses([*self._places, *places], device)
             flags = _and(_finite(pointers, self._counts, count, device), usable)
             marks = flags.view(torch.uint8)

@@ -276,7 +276,7 @@ class Plan:
         """The moment of rows (N, C) that other kernels have written, with all digits, or its diagonal, is a result."""
         if diagonal:
             start = self._result((1, channels))
-            self._later.append(lambda: self._finish(rows, start, channels, channels, 1, cases, scale, squared=True))
+            self._later.append(lambda: self._finish(rows, start, channels, 1, 1, cases, scale, squared=True))
             return
         strip = Strip(cases, channels, 1, 1, (channels, 1, channels, channels), torch.float32, True, rows)
         self.finish(self.moment(SUMS, strip, places=(1, 1), exact=True), 1, scale)
