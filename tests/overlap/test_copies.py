@@ -90,9 +90,11 @@ def test_a_request_gets_threads_by_its_largest_factor(monkeypatch: pytest.Monkey
     monkeypatch.setattr(options, "free_cores", lambda: 8)
     on_cores = places.Threads(Background())
     small, large = (Task("eigen", ("a",), (torch.empty(1, size, size),)) for size in (64, 1024))
-    first = on_cores._pool_for([small])
-    assert on_cores._pool_for([small]) is first
+    first = on_cores._pool_for([small] * 100)
+    assert on_cores._pool_for([small] * 100) is first
     second = on_cores._pool_for([small, large])
     assert second is not first
     assert (first._workers, second._workers) == (8, 2)
+    assert on_cores._pool_for([small] * 9)._workers == 3  # a thread has four pieces to do
+    assert places.Threads(Background(workers=6))._pool_for([small])._workers == 6
     on_cores.close()

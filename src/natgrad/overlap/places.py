@@ -63,11 +63,11 @@ def place_of(
 
 
 def _sizes(options: Background, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Workers, and threads of LAPACK of each; the same for the same request. Unless they are told how many to be, each
-    has some pieces to do: a step waits until all of them have started.
+    """Workers, and threads of LAPACK of each; the same for the same request. Those for small factors have some pieces
+    to do each, unless it is said how many there are: a step waits until all of them have started.
     """
     workers, threads = options.sizes(max((factor.shape[-1] for task in tasks for factor in task.factors), default=0))
-    if options.workers is None:
+    if options.workers is None and threads == 1:
         workers = min(workers, max(1, -(-len(tasks) // _PIECES_A_WORKER)))
     return workers, threads
 
