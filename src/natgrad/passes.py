@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import Orientation
-from natgrad.blocks.registry import Tap, Turn
+from natgrad.blocks.registry import Bundle, Tap
 from natgrad.capture.graph import saved_tensor
 from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
@@ -214,21 +214,21 @@ class Pass:
         tensors = [derivative]
         for some in saved:
             tensors += some
-        key, turns = (numbers, self._lie(tensors)), taps[numbers[0]].turns
-        if key not in turns:
-            if len(turns) >= _REMEMBERED:
-                turns.clear()
-            turns[key] = self._turn(numbers, taps, derivative, saved)
-        turn = turns[key]
-        if turn is None or not all(map(self._owner.takes, turn.factors)) or not self._wait(turn.parts, tensors):
+        key, bundles = (numbers, self._lie(tensors)), taps[numbers[0]].bundles
+        if key not in bundles:
+            if len(bundles) >= _REMEMBERED:
+                bundles.clear()
+            bundles[key] = self._bundle(numbers, taps, derivative, saved)
+        bundle = bundles[key]
+        if bundle is None or not all(map(self._owner.takes, bundle.factors)) or not self._wait(bundle.parts, tensors):
             return False
-        for orientation, rows in turn.rows:
+        for orientation, rows in bundle.rows:
             orientation.add_rows(rows)
         return True
 
-    def _turn(
+    def _bundle(
         self, numbers: Sequence[int], taps: Sequence[Tap], derivative: Tensor, saved: Sequence[Sequence[Tensor]]
-    ) -> Turn | None:
+    ) -> Bundle | None:
         """What a node's tensors lead to; None where some of it cannot wait, or is shared with other uses."""
         rows: list[tuple[Orientation, int]] = []
         factors: list[Factor] = []
@@ -246,7 +246,7 @@ class Pass:
                 factors.append(factor)
                 parts.append(Part(work, which, (partial(factor.add, rows=can_wait.rows),)))
             first += len(own)
-        return Turn(tuple(rows), tuple(factors), together(parts))
+        return Bundle(tuple(rows), tuple(factors), together(parts))
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:

@@ -17,7 +17,7 @@ from natgrad.statistics.waiting import Late, Part
 
 
 @dataclass(frozen=True)
-class Turn:
+class Bundle:
     """What the tensors of one node lead to, all of which can wait for others: rows to be counted, and works whose
     moments go to `factors`.
     """
@@ -30,7 +30,7 @@ class Turn:
 @dataclass(frozen=True)
 class Tap:
     """Where one use's statistics go; `shared` says of each side that other blocks have the same factor. `late`
-    remembers what of them can wait for others, `turns` all of it for a node whose first use this is: by how its
+    remembers what of them can wait for others, `bundles` all of it for a node whose first use this is: by how its
     tensors lie, which is the same in most steps.
     """
 
@@ -39,7 +39,7 @@ class Tap:
     orientation: Orientation
     shared: tuple[bool, ...]
     late: dict[Hashable, Late | None] = field(default_factory=dict, compare=False)
-    turns: dict[Hashable, Turn | None] = field(default_factory=dict, compare=False)
+    bundles: dict[Hashable, Bundle | None] = field(default_factory=dict, compare=False)
 
 
 class Registry:

@@ -333,9 +333,8 @@ def marks(node: Node) -> list[object]:
 
 def mark(nodes: Iterable[Node], token: object) -> None:
     """Somebody taps these nodes."""
-    tapped: Iterable[Any] = nodes
-    for node in tapped:
-        node.metadata.setdefault(_MARK, []).append(token)
+    for node in nodes:
+        marks(node).append(token)
 
 
 def _attributes(node: Node) -> Any:
