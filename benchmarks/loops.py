@@ -1,8 +1,8 @@
 """Real loops of K-FAC in turns with SGD: the mean step and the worst, how old decompositions are, and memory.
 
 A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
-of its interval, after a warm-up that has the first two decompositions in it. SGD takes its turns before, after (long
-ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels. Where
+of its interval, after a warm-up that ends when the second decomposition is in use. SGD takes its turns before, after
+(long ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels. Where
 decompositions are made in the background the loop is not interrupted: they would go on while SGD has its turn, for
 nothing. Targets are drawn anew in every step.
 
@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast/cpu": {"overlap": None, "stats_fraction": 1.0},  # the cores that would decompose are those that train
 }
 EARLY = 10  # the step of the second decomposition, at the latest
+LONGEST_WARM_UP = 200  # steps that are waited for one that is made in the background
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
 STRETCH = {"cpu": 10, "cuda": 100}
 _SYNCHRONOUS = (None, "staggered")  # overlaps that leave nothing to do while SGD has its turn
@@ -259,8 +260,7 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
     with background_ended():
         trainer = contender.trainer(work)
         try:
-            for _ in range(contender.warm_up):
-                step(trainer, work)
+            _warm_up(contender, trainer, work)
             for number, length in enumerate(stretches):
                 if number:
                     turns.append(sgd.turn(max(1, min(settings.sgd_steps, length // 2))))
@@ -291,6 +291,18 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
         state_bytes=state,
         counters=counted,
     )
+
+
+def _warm_up(contender: Contender, trainer: Trainer, work: Workload) -> None:
+    """Until the second decomposition of all factors is in use, which takes its time in the background."""
+    assert trainer.kfac is not None, "contenders have one"
+    for _ in range(contender.warm_up):
+        step(trainer, work)
+    preconditioner = trainer.kfac._preconditioner
+    for _ in range(LONGEST_WARM_UP):
+        if preconditioner.decompositions >= 2 * len(preconditioner._sides):
+            return
+        step(trainer, work)
 
 
 class _Loop:

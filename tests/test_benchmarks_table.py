@@ -112,6 +112,16 @@ def test_the_warm_up_has_two_decompositions_in_it():
     assert found.error is None
 
 
+@pytest.mark.parametrize("way", ["plain", "background"])
+def test_the_warm_up_ends_when_the_second_decomposition_is_in_use(way):
+    contender = Contender(solver="eigen", way=way, intervals=Intervals(factor=2, inverse=1000))
+    work = Workload(TINY, CPU)
+    trainer = contender.trainer(work)
+    loops._warm_up(contender, trainer, work)
+    assert trainer.kfac.metrics()["decompositions"] == 2 * 4
+    trainer.kfac.detach()
+
+
 def test_turns_before_and_after_a_loop_are_long(monkeypatch):
     turns = []
     measured = loops.mean_step
