@@ -294,7 +294,7 @@ class Curvature:
 
     def _is_due(self, now: Now) -> bool:
         """Whether all blocks are decomposed in this step."""
-        if self._take_turns(now) or (self.jobs is not None and self.jobs.full and self._together is None):
+        if self._take_turns(now) or (self.jobs is not None and self._together is None and self.jobs.rests(self.step)):
             return False
         return self._refreshed_at is None or self.step - self._refreshed_at >= now.refresh_interval
 

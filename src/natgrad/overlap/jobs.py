@@ -42,6 +42,7 @@ class Jobs:
         self._complaints: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._place: Place = place_of(options, device, self._complaints.put, costs, several=several)
         self._under_way: deque[Job] = deque()
+        self._landed_at: int | None = None
 
     @property
     def where(self) -> str:
@@ -58,6 +59,12 @@ class Jobs:
     def full(self) -> bool:
         """Whether another request has to wait for the one that is under way."""
         return self.when_ready and len(self._under_way) > 0
+
+    def rests(self, step: int) -> bool:
+        """Whether one process has to wait with a request: there is one under way, or it has just been taken over. The
+        memory that its copies were in is free a step later, and one step does not do both.
+        """
+        return self.full or (self.when_ready and step == self._landed_at)
 
     @property
     def at_once(self) -> bool:
@@ -80,6 +87,7 @@ class Jobs:
         failed = 0
         while self._under_way and self._is_due(self._under_way[0], step, preconditioner):
             job = self._under_way.popleft()
+            self._landed_at = step
             self._metrics.late_decompositions += job.late
             request = job.request.still(registry, preconditioner.keys)
             failed += preconditioner.install(request, self._result(job))
