@@ -180,3 +180,4 @@ def test_what_is_recomputed_for_statistics_is_their_time() -> None:
     kfac.clock = Clock()
     functional.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 3).backward()
     assert sorted(map(str, kept)) == ["None", "None", "statistics"]
+    kfac.detach()  # the region holds on to it, and others would run eagerly
