@@ -337,6 +337,25 @@ def test_an_interrupt_saves_the_run_under_way_and_the_comparison_goes_on_from_th
     assert curves(folder) == curves(whole[0])
 
 
+def test_a_signal_in_the_middle_of_imports_is_no_crash(tmp_path, monkeypatch):
+    """Python swallows it there, and half a library fails later."""
+    worker = Worker("cpu")
+    job = Job(kind="a", title="a", label="a", folder=tmp_path / "run", recipe=plan("sgd").recipe)
+
+    class Answers:
+        def send(self, job):
+            worker._asked = "SIGINT"
+
+        def recv(self):
+            record_end(job.folder, "crashed: ImportError: half a library")
+            return "ended", "crashed: ImportError: half a library"
+
+    monkeypatch.setattr(worker, "_started", Answers)
+    with pytest.raises(StoppedError, match="SIGINT"):
+        worker.run(job, lambda kind, value: None)
+    assert not (job.folder / "metrics.jsonl").exists()
+
+
 def test_an_interrupt_at_any_moment_is_not_forgotten(tmp_path):
     """Also while the process starts, loads or warms up, when no run listens yet."""
     asked = plan("sgd", seeds=2)

@@ -96,6 +96,9 @@ class Worker:
             while True:
                 kind, value = connection.recv()
                 if kind == "ended":
+                    if self._asked and str(value).startswith(CRASHED) and not (job.folder / RECIPE).exists():
+                        # The signal came while the process was importing: no crash of the run, which has not begun.
+                        (job.folder / METRICS).unlink(missing_ok=True)
                     return self._ended(str(value))
                 if kind == "impossible":
                     raise WorkerError(value)
