@@ -15,8 +15,10 @@ from natgrad import KFAC, passes
 from natgrad.blocks.factor import Factor
 from natgrad.statistics import gpu
 from natgrad.statistics import waiting as waiting_of
+from natgrad.statistics.gpu import Norm
+from natgrad.statistics.image import Image
 from natgrad.statistics.operations import Operation
-from natgrad.statistics.waiting import Late, Part
+from natgrad.statistics.waiting import Late, Part, together
 
 
 @dataclass(frozen=True)
@@ -362,3 +364,21 @@ def test_what_is_remembered_of_a_node_holds_only_for_the_same_work(
     for one, other in zip(run(), expected, strict=True):
         torch.testing.assert_close(one, other)
     assert 2 in held  # a node's works as one entry
+
+
+def test_gains_and_biases_of_one_derivative_are_one_work() -> None:
+    image = Image((2, 4, 3, 3), 36, False, torch.float32)
+    gains, biases = (Norm(image, one, not one, False, 1.0) for one in (True, False))
+    delivered: list[str] = []
+
+    def of(work: Norm, which: tuple[int, ...]) -> Part:
+        return Part(work, which, (lambda moment: delivered.append("gains" if work.gains else "biases"),))
+
+    (both,) = together([of(gains, (0, 1, 2, 3)), of(biases, (0,))])
+    assert both.work == Norm(image, True, True, False, 1.0)
+    assert both.which == (0, 1, 2, 3)
+    for deliver in both.deliver:
+        deliver(torch.zeros(()))
+    assert delivered == ["gains", "biases"]  # the order of the results
+    assert len(together([of(biases, (0,)), of(gains, (0, 1, 2, 3))])) == 2
+    assert len(together([of(gains, (0, 1, 2, 3)), of(biases, (4,))])) == 2  # of another derivative

@@ -207,15 +207,19 @@ def together(parts: Sequence[Part]) -> tuple[Part, ...]:
     """A batch norm's gains and biases are one work."""
     found: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
-        both = None
-        if last is not None and isinstance(last.work, Norm) and isinstance(part.work, Norm):
-            both = gpu.joined(last.work, part.work) if last.which[0] == part.which[0] else None
-        if last is not None and both is not None:
-            found[-1] = Part(both, last.which, last.deliver + part.deliver)
-        else:
+        both = _both(found[-1], part) if found else None
+        if both is None:
             found.append(part)
+        else:
+            found[-1] = both
     return tuple(found)
+
+
+def _both(gains: Part, biases: Part) -> Part | None:
+    if not isinstance(gains.work, Norm) or not isinstance(biases.work, Norm) or gains.which[0] != biases.which[0]:
+        return None
+    work = gpu.joined(gains.work, biases.work)
+    return None if work is None else Part(work, gains.which, gains.deliver + biases.deliver)
 
 
 def _await(entries: Iterable[_Entry]) -> None:
