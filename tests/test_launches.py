@@ -37,6 +37,57 @@ def test_each_program_finds_its_piece() -> None:
     assert given[2].tolist() == [0, 0, 1, 1, 1, 1]
 
 
+class Compiled:
+    """A kernel that was compiled, with what Triton's own has; one that launches with other arguments refuses these."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses, self.launched = refuses, []
+
+    def run(self, *given: Any) -> None:
+        if self.refuses:
+            raise TypeError("function takes exactly 20 arguments")
+        self.launched.append(given)
+
+
+class Kernel:
+    arg_names = ("pointers", "table", "owners", "marks", "decay", "BLOCK")
+
+    def __init__(self, compiled: object) -> None:
+        self.compiled, self.calls = compiled, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> object:
+            self.calls += 1
+            return self.compiled
+
+        return launch
+
+
+def launched(compiled: object) -> tuple[Kernel, tuple[Any, ...]]:
+    """Three times; what has been compiled should have been given after the first."""
+    kernel, pointers, marks = Kernel(compiled), addresses([1], CPU), torch.zeros(1)
+    launch = Launch(kernel, [(7,)], [3], CPU, BLOCK=16, num_warps=8)
+    for decay in (0.5, 0.25, 0.25):
+        launch(pointers, marks, decay)
+    places = [tensor.data_ptr() for tensor in (pointers, *launch._tables, marks)]
+    return kernel, (3, 1, 1, 0, "function", "metadata", None, None, None, *places, 0.25, 16)
+
+
+def test_what_is_compiled_is_launched_by_addresses() -> None:
+    compiled = Compiled()
+    kernel, expected = launched(compiled)
+    assert kernel.calls == 1
+    assert compiled.launched == [expected, expected]
+
+
+@pytest.mark.parametrize("compiled", [Compiled(refuses=True), None])
+def test_a_triton_that_is_another_launches_in_its_own_way(compiled: object) -> None:
+    kernel, _ = launched(compiled)
+    assert kernel.calls == 3
+
+
 @pytest.fixture
 def new_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -76,7 +76,8 @@ def bits(number: float) -> int:
 
 def addresses(pointers: Sequence[int], device: torch.device) -> Tensor:
     """Where tensors are, on the device; nobody waits for it."""
-    return uploaded(torch.tensor(pointers, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda"), device)
+    here = torch.tensor(pointers, dtype=torch.int64, device=HOST, pin_memory=device.type == "cuda")
+    return here if device.type == "cpu" else here.to(device, non_blocking=True)
 
 
 def triton_type(value: Any) -> Any:
@@ -120,9 +121,9 @@ class Launch:
         device: torch.device,
         **options: Any,
     ) -> None:
-        self._kernel, self._options = kernel, options
-        self._run: Callable[..., None] | None = None
-        self._direct = True
+        self._kernel, self._device, self._options = kernel, device, options
+        self._direct: _Direct | None = None
+        self._tried = False
         counts = torch.tensor(programs, device=HOST)
         starts = (counts.cumsum(0) - counts).tolist()
         self._grid = (int(counts.sum()), 1, 1)
@@ -134,15 +135,36 @@ class Launch:
 
     def __call__(self, pointers: Tensor, *arguments: Any) -> None:
         """On the current device."""
-        given = (pointers, *self._tables, *arguments)
-        if self._run is not None:
+        if self._direct is not None:
             try:
-                self._run(*given, *self._constants)
+                self._direct(stream_of(self._device), pointers, *arguments)
             except TypeError:  # a Triton that wants other arguments here: nothing has been launched
-                self._run, self._direct = None, False
+                self._direct = None
             else:
                 return
-        compiled = self._kernel[self._grid](*given, **self._options)
-        if self._direct and hasattr(compiled, "__getitem__"):  # the interpreter compiles nothing
-            # From now on without asking which of its compiled forms is the right one: that takes longer than to launch.
-            self._run = compiled[self._grid]
+        compiled = self._kernel[self._grid](pointers, *self._tables, *arguments, **self._options)
+        if not self._tried:
+            self._tried, self._direct = True, _direct(compiled, self._grid, self._tables, self._constants)
+
+
+# A kernel that has been compiled: to launch it on a stream, with where tables are, and the other arguments.
+_Direct = Callable[..., None]
+
+
+def _direct(compiled: Any, grid: tuple[int, ...], tables: Sequence[Tensor], constants: Sequence[Any]) -> _Direct | None:
+    """A launch that does not ask which compiled form is the right one, who wants to be told of it, and of every tensor
+    whether it is on a GPU, each of which takes as long as to launch: what Inductor does too. None where nothing has
+    been compiled, by Triton's interpreter.
+    """
+    try:
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    except AttributeError:
+        return None
+    places = [table.data_ptr() for table in tables]
+    nobody = (None, None, None)  # no words of ours for those who watch launches, nor hooks before and after
+
+    def launch(stream: int, pointers: Tensor, *arguments: Any) -> None:
+        given = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        run(*grid, stream, function, metadata, *nobody, pointers.data_ptr(), *places, *given, *constants)
+
+    return launch

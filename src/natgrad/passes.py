@@ -9,7 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from itertools import chain, compress
+from operator import attrgetter, or_
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import Orientation
 from natgrad.blocks.registry import Bundle, Tap
-from natgrad.capture.graph import saved_tensor
 from natgrad.capture.use import Occurrence, Use, Uses
 from natgrad.clock import Clock
 from natgrad.launches import ALIGNED_BYTES
@@ -31,10 +32,12 @@ from natgrad.statistics.gram import second_moment
 from natgrad.statistics.plans import Work
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
-from natgrad.statistics.waiting import Late, Part, Waiting, late, together
+from natgrad.statistics.waiting import Late, Part, Parts, Waiting, late, together
 
 _NOTHING = nullcontext()
 _REMEMBERED = 16  # kinds of tensors of a use
+_NEW: Any = object()  # nothing is remembered
+_lies = attrgetter("shape", "dtype", "device")
 
 
 class Owner(Protocol):
@@ -175,27 +178,29 @@ class Pass:
 
     def _listener(self, uses: list[tuple[int, Node]]) -> Callable[[tuple[Tensor, ...]], None]:
         """Listens to one node, for its uses: their numbers, and the leaves of their weights."""
+        numbers = tuple([number for number, _ in uses])
 
         def hook(derivatives: tuple[Tensor, ...]) -> None:
             if derivatives[0] is None:
                 return
-            reached = [number for number, leaf in uses if _differentiates(leaf)]
-            fresh = [number for number in reached if number not in self._heard]
-            if len(fresh) < len(reached):
+            reached = [_differentiates(leaf) for _, leaf in uses]
+            fresh = numbers if all(reached) else tuple(compress(numbers, reached))
+            if not self._heard.isdisjoint(fresh):
                 self._owner.again()
+                fresh = tuple([number for number in fresh if number not in self._heard])
             if fresh:
                 self._heard.update(fresh)
                 self._take(torch._C._current_autograd_node(), fresh, derivatives[0])
 
         return hook
 
-    def _take(self, node: Node, numbers: Sequence[int], derivative: Tensor) -> None:
+    def _take(self, node: Node, numbers: tuple[int, ...], derivative: Tensor) -> None:
         """Takes in the pairs of a node's uses."""
         if derivative.dtype == torch.float16:
             self._owner.half()
         taps, derivative = self._begin(), derivative.detach()
         saved = [self._read(node, number) for number in numbers]
-        if not self._hold(tuple(numbers), taps, derivative, saved):
+        if not self._hold(numbers, taps, derivative, saved):
             with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
                 for number, own in zip(numbers, saved, strict=True):
                     if number in self._first_use:
@@ -215,11 +220,11 @@ class Pass:
         for some in saved:
             tensors += some
         key, bundles = (numbers, self._lie(tensors)), taps[numbers[0]].bundles
-        if key not in bundles:
+        bundle = bundles.get(key, _NEW)
+        if bundle is _NEW:
             if len(bundles) >= _REMEMBERED:
                 bundles.clear()
-            bundles[key] = self._bundle(numbers, taps, derivative, saved)
-        bundle = bundles[key]
+            bundle = bundles[key] = self._bundle(numbers, taps, derivative, saved)
         if bundle is None or not all(map(self._owner.takes, bundle.factors)) or not self._wait(bundle.parts, tensors):
             return False
         for orientation, rows in bundle.rows:
@@ -246,7 +251,8 @@ class Pass:
                 factors.append(factor)
                 parts.append(Part(work, which, (partial(factor.add, rows=can_wait.rows),)))
             first += len(own)
-        return Bundle(tuple(rows), tuple(factors), together(parts))
+        size = sum(tensor.nbytes for tensor in (derivative, *chain.from_iterable(saved)))
+        return Bundle(tuple(rows), tuple(factors), Parts(together(parts), size))
 
     def _begin(self) -> list[Tap]:
         if self._taps is None:
@@ -274,8 +280,9 @@ class Pass:
             tensors = (derivative, *saved)
             for side, (factor, work, which) in enumerate(_works(can_wait, sides, range(1, len(tensors)))):
                 if needed[side] and work is not None:
+                    own = [tensors[index] for index in which]
                     part = Part(work, tuple(range(len(which))), (partial(factor.add, rows=rows),))
-                    needed[side] = not self._wait((part,), [tensors[index] for index in which])
+                    needed[side] = not self._wait(Parts([part], sum(tensor.nbytes for tensor in own)), own)
         if not any(needed):
             return
         scale = 1.0
@@ -311,18 +318,14 @@ class Pass:
         )
         return tap.late[key]
 
-    def _lie(self, tensors: Iterable[Tensor]) -> Hashable:
+    def _lie(self, tensors: Sequence[Tensor]) -> Hashable:
         """All that decides what can wait, and what is to be computed."""
-        found: list[Hashable] = [self._fraction, self.terms, self._rounds]
-        for tensor in tensors:
-            found += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        return tuple(found)
+        return self._fraction, self.terms, self._rounds, *map(_lies, tensors), *map(Tensor.stride, tensors)
 
-    def _wait(self, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> bool:
+    def _wait(self, parts: Parts, tensors: Sequence[Tensor]) -> bool:
         """Leaves works for later; not where kernels cannot read a tensor."""
-        for tensor in tensors:
-            if tensor.data_ptr() % ALIGNED_BYTES:
-                return False
+        if reduce(or_, map(Tensor.data_ptr, tensors)) % ALIGNED_BYTES:
+            return False
         if not self._late:
             # At the end of the backward pass at the latest: who goes on after it may write where activations are.
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
@@ -441,16 +444,16 @@ class Pass:
             for deliver in waiting:
                 deliver(taps)
 
-    def _read(self, node: Node, number: int) -> tuple[Tensor, ...]:
+    def _read(self, node: Node, number: int) -> Sequence[Tensor]:
         use = self.uses[number]
         if number in self._given:
             return self._given[number]
         if not use.packed:
-            return tuple([saved_tensor(node, name).detach() for name in use.saved])
+            return [getattr(node, name).detach() for name in use.attributes]
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._owner.clock.part("statistics"), self._group:
-            return tuple(saved_tensor(node, name).detach() for name in use.saved)
+            return [getattr(node, name).detach() for name in use.attributes]
 
 
 def _works(

@@ -116,3 +116,21 @@ def test_kernels_are_not_prepared_for_ever_new_gradients(monkeypatch: pytest.Mon
     for size in range(200):
         own._fused(STACKS, {"a": torch.zeros(4 + size), "b": None})
     assert len(made) < 50
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(enabled: bool) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    was_enabled = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        with replay.uncollected():
+            garbage = weakref.ref(Cycle())
+            assert [[] for _ in range(10**5)]  # more than a collection waits for
+            assert garbage() is not None
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if was_enabled else gc.disable()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad import KFAC
+from natgrad.precondition.fused import Fused
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -134,6 +135,28 @@ def test_what_a_graph_cannot_hold_is_done_without_one(monkeypatch: pytest.Monkey
     with pytest.warns(match="without a CUDA graph, which could not be made .CUDA graphs are not to be had"):
         found, kfac, _ = run(nothing)
     assert not kfac._preconditioner._replay._works
+    assert all(map(torch.equal, plain, found))
+
+
+def test_garbage_with_another_graph_in_it_waits_until_a_capture_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.graph, self.itself = torch.cuda.CUDAGraph(), self
+            with torch.cuda.graph(self.graph):
+                torch.ones(3, device="cuda").mul_(2)
+
+    def leave_garbage(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        Cycle()
+
+    def collecting(self: Fused, *given: Any) -> Any:
+        assert [[] for _ in range(10**5)]  # more than a collection waits for
+        return whole(self, *given)
+
+    plain, _, _ = run(nothing, cuda_graph=False)
+    whole = Fused.run
+    monkeypatch.setattr(Fused, "run", collecting)
+    found, kfac, _ = run(leave_garbage)
+    assert kfac._preconditioner._replay._captured is not None
     assert all(map(torch.equal, plain, found))
 
 

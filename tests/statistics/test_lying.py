@@ -50,8 +50,8 @@ def test_a_norm_layers_tensors_lie_alike(
         derivative, x = x, derivative
     given: list[Tensor] = []
 
-    def moments(works: list[Any], tensors: list[list[Tensor]]) -> list[Tensor]:
-        given.extend(tensors[0])
+    def moments(works: list[Any], tensors: list[Tensor]) -> list[Tensor]:
+        given.extend(tensors)
         assert Image.of(given[0]) == Image.of(given[1]) == works[0].image
         assert works[0].image.along_channels is not None
         return given[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from natgrad.statistics import waiting as waiting_of
 from natgrad.statistics.gpu import Norm
 from natgrad.statistics.image import Image
 from natgrad.statistics.operations import Operation
-from natgrad.statistics.waiting import Late, Part, together
+from natgrad.statistics.waiting import Late, Part, Parts, together
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Fake:
 
     compute: Callable[[Sequence[Tensor]], Tensor]
     results: int = 0
+    tensors: int = 1
 
     def plan(self, plan: Any) -> None:
         raise AssertionError("there is no GPU")
@@ -60,9 +62,12 @@ def _install(monkeypatch: pytest.MonkeyPatch, *, inputs: bool, outputs: bool) ->
 
     monkeypatch.setattr(passes, "late", late)
     monkeypatch.setattr(passes, "ALIGNED_BYTES", 1)
-    monkeypatch.setattr(
-        gpu, "moments", lambda works, tensors: [w.compute(t) for w, t in zip(works, tensors, strict=True)]
-    )
+
+    def moments(works: Sequence[Fake], tensors: Sequence[Tensor]) -> list[Tensor]:
+        each = iter(tensors)
+        return [work.compute(list(islice(each, work.tensors))) for work in works]
+
+    monkeypatch.setattr(gpu, "moments", moments)
 
 
 @pytest.fixture
@@ -75,8 +80,11 @@ def waiting_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=False)
 
 
-def part(work: Fake, deliver: Callable[[Tensor], None] = lambda moment: None) -> tuple[Part, ...]:
-    return (Part(work, (0,), (deliver,)),)
+def put(
+    own: waiting_of.Waiting, work: Fake, size: int, deliver: Callable[[Tensor], None] = lambda moment: None
+) -> None:
+    x = torch.zeros(size)
+    own.put(Parts([Part(work, (0,), (deliver,))], x.nbytes), [x])
 
 
 def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,17 +102,17 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = waiting_of.Waiting()
     for name, results in (("small", 1), ("large", 1000), ("small too", 10)):
-        own.put(part(work(name, results)), [torch.zeros(100)])
+        put(own, work(name, results), 100)
     assert own.is_full
     assert own.flush(everything=False)
     assert done == ["small", "small too"]
     assert not own.is_full
-    own.put(part(work("huge", 10**6)), [torch.zeros(200)])
+    put(own, work("huge", 10**6), 200)
     assert own.is_full
     assert own.flush(everything=False)  # nothing makes room: all of them go
     assert done == ["small", "small too", "large", "huge"]
     assert not own
-    own.put(part(work("last", 1000)), [torch.zeros(1)])
+    put(own, work("last", 1000), 1)
     own.flush()
     assert done[-1] == "last"
 
@@ -121,7 +129,7 @@ def test_no_more_is_done_together_than_tables_can_count(monkeypatch: pytest.Monk
     own = waiting_of.Waiting()
     delivered: list[Tensor] = []
     for results in (60, 40, 1, 99, 250, 10):
-        own.put(part(Fake(lambda tensors: tensors[0], results), delivered.append), [torch.zeros(1)])
+        put(own, Fake(lambda tensors: tensors[0], results), 1, delivered.append)
     assert own.flush()
     assert together == [[60, 40], [1, 99], [250], [10]]
     assert len(delivered) == 6
@@ -271,8 +279,8 @@ def test_what_a_node_leads_to_is_decided_once(monkeypatch: pytest.MonkeyPatch) -
         asked.append(derivative.shape)
         return late(operation, derivative, *arguments, **options)
 
-    def watched(own: waiting_of.Waiting, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
-        held.append(len(parts))
+    def watched(own: waiting_of.Waiting, parts: Parts, tensors: Sequence[Tensor]) -> None:
+        held.append(len(parts.each))
         put(own, parts, tensors)
 
     monkeypatch.setattr(passes, "late", counted)
@@ -350,10 +358,12 @@ def test_what_is_remembered_of_a_node_holds_only_for_the_same_work(
 
         rows = operation.rows(saved, derivative)
         assert isinstance(rows, int)
-        return Late(rows, Fake(input_factor) if len(diagonal) == 2 else None, Fake(output_factor), True)
+        return Late(
+            rows, Fake(input_factor) if len(diagonal) == 2 else None, Fake(output_factor, tensors=1 + len(saved)), True
+        )
 
-    def watched(own: waiting_of.Waiting, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
-        held.append(len(parts))
+    def watched(own: waiting_of.Waiting, parts: Parts, tensors: Sequence[Tensor]) -> None:
+        held.append(len(parts.each))
         put(own, parts, tensors)
 
     expected = run()

@@ -13,7 +13,7 @@ from natgrad.blocks.kronecker import KroneckerBlock, Orientation
 from natgrad.capture.form import BATCH, Form
 from natgrad.capture.use import Use, Uses
 from natgrad.statistics.gram import accumulation_dtype
-from natgrad.statistics.waiting import Late, Part
+from natgrad.statistics.waiting import Late, Parts
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bundle:
 
     rows: tuple[tuple[Orientation, int], ...]
     factors: tuple[Factor, ...]
-    parts: tuple[Part, ...]
+    parts: Parts
 
 
 @dataclass(frozen=True)

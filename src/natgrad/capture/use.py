@@ -39,6 +39,11 @@ class Use:
     share_input: int | None = None
     share_output: int | None = None
 
+    @cached_property
+    def attributes(self) -> tuple[str, ...]:
+        """Under which a node has what autograd keeps of the activation."""
+        return tuple(f"_saved_{name}" for name in self.saved)
+
     def column_sizes(self) -> tuple[int, ...]:
         """How the inputs are factored: not at all, as one, or as channels and places."""
         if isinstance(self.operation, Vector):

@@ -10,8 +10,10 @@ made each kernel of the forward and backward pass start a microsecond later, 0.8
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -223,7 +225,7 @@ class _Captured:
         missing: dict[str, Tensor | None] = dict.fromkeys(name for stack in work.stacks for name in stack.names)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads (decompositions, data loading) may go on with their own work meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with uncollected(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             if arithmetic is None:
                 own = dict(zip(work.names, self._own, strict=True))
                 clip = replace(work.stacks, {**missing, **own}, damping, kappa, rates, self._finite, None)
@@ -258,6 +260,18 @@ class _Captured:
             torch._foreach_copy_(given, self._own)
         factor, predicted_kl, is_finite = self._result.clone().unbind()
         return Clip(factor, predicted_kl, is_finite > 0)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python collects no garbage meanwhile: another graph may be in it, and a capture does not survive its end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _present(gradients: Mapping[str, Tensor | None], name: str) -> Tensor:

@@ -69,6 +69,8 @@ def _eigh(stack: Tensor) -> Results:
         wide.diagonal(dim1=-2, dim2=-1)[:, size:] = bound[:, None]
         stack = wide
     values, vectors = torch.linalg.eigh(stack)
+    if padded == size:  # see `_all_finite`: no operation that does nothing
+        return values, vectors.contiguous()
     return values[:, :size].contiguous(), vectors[:, :size, :size].contiguous()
 
 

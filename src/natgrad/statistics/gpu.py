@@ -207,11 +207,11 @@ def joined(gains: Norm, biases: Norm) -> Norm | None:
 WorkT = TypeVar("WorkT", bound=Work)
 
 
-def moments(works: Sequence[Work], tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The results of all works, in order, each of its own tensors: a few launches together. Plans are remembered by the
-    works themselves, as objects: to compare what they say would take longer than to launch.
+def moments(works: Sequence[Work], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of all works, in order, whose tensors come one after the other: a few launches together. Plans are
+    remembered by the works themselves, as objects: to compare what they say would take longer than to launch.
     """
-    device = tensors[0][0].device
+    device = tensors[0].device
     key: tuple[torch.device | int, ...] = (device, stream_of(device), *map(id, works))
     plan = _PLANS.pop(key, None)
     if plan is None:
@@ -219,7 +219,7 @@ def moments(works: Sequence[Work], tensors: Sequence[Sequence[Tensor]]) -> list[
     _PLANS[key] = plan  # the last that was used is the last to go
     if len(_PLANS) > _PLANS_KEPT:
         del _PLANS[next(iter(_PLANS))]
-    return plan.run([tensor for some in tensors for tensor in some])
+    return plan.run(tensors)
 
 
 _PLANS: dict[tuple[torch.device | int, ...], Plan] = {}
@@ -237,7 +237,7 @@ def moment_of_places(
 ) -> Tensor:
     """See `Patches`."""
     x = readable(x)
-    (moment,) = moments([same(Patches(Image.of(x), groups, kernel, stride, padding, dilation))], [[x]])
+    (moment,) = moments([same(Patches(Image.of(x), groups, kernel, stride, padding, dilation))], [x])
     return moment
 
 
@@ -260,7 +260,7 @@ def gain_gradients(derivative: Tensor, x: Tensor, mean: Tensor, reciprocal: Tens
         x = torch.empty_like(derivative).copy_(x)
     if Image.of(x) != Image.of(derivative):  # the derivative is a part of a larger tensor, and its like is dense
         derivative = torch.empty_like(derivative).copy_(derivative)
-    (rows,) = moments([same(_Rows(Image.of(derivative)))], [[derivative, x, mean, reciprocal]])
+    (rows,) = moments([same(_Rows(Image.of(derivative)))], [derivative, x, mean, reciprocal])
     return rows
 
 

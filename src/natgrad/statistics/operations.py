@@ -28,6 +28,8 @@ from natgrad.statistics.rank_one import rank_one
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
 # training's own.
 _PATCH_ELEMENTS = 2**26
+# Elements of patches, of images with few channels, that a GPU's kernels make for themselves: those of small images.
+_FEW_PATCHES = 2**23
 
 
 class Operation(Protocol):
@@ -222,10 +224,15 @@ class Convolution:
 
     def fits_gpu(self, x: Tensor) -> bool:
         """Whether its inputs are for `natgrad.statistics.gpu`."""
-        # Patches of an image's three colours are small, and its memory is read in pieces that are smaller still.
-        few = x.dim() == 4 and x.shape[1] < 8 and math.prod(self.kernel) > 1
-        if self.transposed or few or not gpu.takes(x):
+        if self.transposed or not gpu.takes(x):
             return False
+        # Patches of an image's three colours are small, and its memory is read in pieces that are smaller still; where
+        # there are not many of them, to launch what makes them takes longer.
+        elements = math.prod(self.kernel)
+        if x.shape[1] < 8 and elements > 1:
+            patches = x.shape[0] * math.prod(self.places(x.shape)) * x.shape[1] * elements
+            if patches > _FEW_PATCHES:
+                return False
         return self.groups * (x.shape[1] // self.groups * math.prod(self.kernel)) ** 2 < COUNTABLE
 
     def _gpu_factor(self, x: Tensor, *, homogeneous: bool) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from natgrad.statistics.vectors import ByChannel, Vector
 _HELD = 2**28
 # Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
 _RESULTS = 2**29
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -112,28 +114,33 @@ class Part:
     deliver: tuple[Callable[[Tensor], None], ...]
 
 
+class Parts:
+    """All works of an entry's tensors, which are so many `bytes`. The same in step after step, unlike the tensors: what
+    follows from it is found out once.
+    """
+
+    def __init__(self, parts: Iterable[Part], bytes: int) -> None:
+        self.each = tuple(parts)
+        self.bytes = bytes
+        self.works = [part.work for part in self.each]
+        self.which = [index for part in self.each for index in part.which]
+        self.deliver = [deliver for part in self.each for deliver in part.deliver]
+        self.results = sum([work.results for work in self.works])
+        self.grows = 4 * self.results > bytes  # results take more memory than what they are of
+
+
 @dataclass(slots=True)
 class _Entry:
     """Tensors that wait, their versions when they came, and what is to be done with them."""
 
-    parts: tuple[Part, ...]
+    parts: Parts
     tensors: Sequence[Tensor]
     versions: list[int]
-    bytes: int
     stream: int  # on which they came
 
     @property
-    def results(self) -> int:
-        return sum([part.work.results for part in self.parts])
-
-    @property
-    def grows(self) -> bool:
-        """Whether results take more memory than what they are of."""
-        return 4 * self.results > self.bytes
-
-    @property
     def is_intact(self) -> bool:
-        return [tensor._version for tensor in self.tensors] == self.versions
+        return list(map(_version, self.tensors)) == self.versions
 
 
 class Waiting:
@@ -156,14 +163,10 @@ class Waiting:
         """Where the tensors are."""
         return self._entries[0].tensors[0].device
 
-    def put(self, parts: tuple[Part, ...], tensors: Sequence[Tensor]) -> None:
+    def put(self, parts: Parts, tensors: Sequence[Tensor]) -> None:
         """Holds on to tensors."""
-        own, versions = 0, []
-        for tensor in tensors:
-            own += tensor.nbytes
-            versions.append(tensor._version)
-        self._entries.append(_Entry(parts, tensors, versions, own, stream_of(tensors[0].device)))
-        self._held += own
+        self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream_of(tensors[0].device)))
+        self._held += parts.bytes
 
     def flush(self, *, everything: bool = True) -> bool:
         """Does all works at once, those of each device; unless it is `everything`, those that make room only. False
@@ -171,10 +174,10 @@ class Waiting:
         """
         entries, self._entries = self._entries, []
         if not everything:
-            shrinking = [entry for entry in entries if not entry.grows]
-            if sum(entry.bytes for entry in shrinking) > _HELD // 2:  # else all of them have to go
-                entries, self._entries = shrinking, [entry for entry in entries if entry.grows]
-        self._held = sum([entry.bytes for entry in self._entries])
+            shrinking = [entry for entry in entries if not entry.parts.grows]
+            if sum(entry.parts.bytes for entry in shrinking) > _HELD // 2:  # else all of them have to go
+                entries, self._entries = shrinking, [entry for entry in entries if entry.parts.grows]
+        self._held = sum([entry.parts.bytes for entry in self._entries])
         intact = True
         for device in dict.fromkeys([entry.tensors[0].device for entry in entries]):
             there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
@@ -186,20 +189,15 @@ class Waiting:
 
 def _do(entries: Sequence[_Entry]) -> bool:
     """Whether nobody has written into their tensors."""
-    parts = [(part, entry.tensors) for entry in entries for part in entry.parts]
-    moments = iter(
-        gpu.moments(
-            [part.work for part, _ in parts], [[tensors[index] for index in part.which] for part, tensors in parts]
-        )
-    )
+    works = [work for entry in entries for work in entry.parts.works]
+    moments = iter(gpu.moments(works, [entry.tensors[index] for entry in entries for index in entry.parts.which]))
     intact = True
     for entry in entries:
         whole = entry.is_intact
         intact = intact and whole
-        for part in entry.parts:
-            for deliver in part.deliver:
-                moment = next(moments)
-                deliver(moment if whole else torch.full_like(moment, torch.nan))
+        for deliver in entry.parts.deliver:
+            moment = next(moments)
+            deliver(moment if whole else torch.full_like(moment, torch.nan))
     return intact
 
 
@@ -237,7 +235,7 @@ def _groups(entries: Iterable[_Entry]) -> list[list[_Entry]]:
     found: list[list[_Entry]] = [[]]
     room = _RESULTS
     for entry in entries:
-        results = entry.results
+        results = entry.parts.results
         room -= results
         if room < 0 and found[-1]:
             found.append([])
