@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.blocks.factor import Factor
 from natgrad.blocks.kronecker import Orientation
 from natgrad.blocks.registry import Bundle, Tap
-from natgrad.capture.use import Occurrence, Use, Uses
+from natgrad.capture.use import Occurrence, Reader, Use, Uses
 from natgrad.clock import Clock
 from natgrad.launches import ALIGNED_BYTES
 from natgrad.remaining import Remaining
@@ -199,8 +199,15 @@ class Pass:
         if derivative.dtype == torch.float16:
             self._owner.half()
         taps, derivative = self._begin(), derivative.detach()
-        saved = [self._read(node, number) for number in numbers]
-        if not self._hold(numbers, taps, derivative, saved):
+        if self._given and not self._given.keys().isdisjoint(numbers):
+            saved: Sequence[Sequence[Tensor]] = [self._read(node, number) for number in numbers]
+            held = False
+        else:
+            reader = self.uses.reader(numbers)
+            tensors = [derivative, *self._read_all(node, reader)]
+            held = self._hold(numbers, taps, reader, tensors)
+            saved = [] if held else reader.apart(tensors[1:])
+        if not held:
             with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
                 for number, own in zip(numbers, saved, strict=True):
                     if number in self._first_use:
@@ -210,21 +217,16 @@ class Pass:
         if self._late.is_full:
             self.settle(everything=False)
 
-    def _hold(
-        self, numbers: tuple[int, ...], taps: Sequence[Tap], derivative: Tensor, saved: Sequence[Sequence[Tensor]]
-    ) -> bool:
+    def _hold(self, numbers: tuple[int, ...], taps: Sequence[Tap], reader: Reader, tensors: list[Tensor]) -> bool:
         """Leaves all that a node's tensors lead to for later, where that is possible: a short way for most layers."""
         if not self._owner.waits:
             return False
-        tensors = [derivative]
-        for some in saved:
-            tensors += some
         key, bundles = (numbers, self._lie(tensors)), taps[numbers[0]].bundles
         bundle = bundles.get(key, _NEW)
         if bundle is _NEW:
             if len(bundles) >= _REMEMBERED:
                 bundles.clear()
-            bundle = bundles[key] = self._bundle(numbers, taps, derivative, saved)
+            bundle = bundles[key] = self._bundle(numbers, taps, tensors[0], reader.apart(tensors[1:]))
         if bundle is None or not all(map(self._owner.takes, bundle.factors)) or not self._wait(bundle.parts, tensors):
             return False
         for orientation, rows in bundle.rows:
@@ -445,15 +447,17 @@ class Pass:
                 deliver(taps)
 
     def _read(self, node: Node, number: int) -> Sequence[Tensor]:
-        use = self.uses[number]
-        if number in self._given:
-            return self._given[number]
-        if not use.packed:
-            return [getattr(node, name).detach() for name in use.attributes]
+        """The activation of one use."""
+        return self._given[number] if number in self._given else self._read_all(node, self.uses.reader((number,)))
+
+    def _read_all(self, node: Node, reader: Reader) -> list[Tensor]:
+        """The activations of a node's uses, one after the other."""
+        if not reader.packed:
+            return reader.read(node)
         # A checkpointed region lets each saved tensor be read once, by autograd. Its own group recomputes the region
         # once more, for us.
         with self._owner.clock.part("statistics"), self._group:
-            return [getattr(node, name).detach() for name in use.attributes]
+            return reader.read(node)
 
 
 def _works(

@@ -460,7 +460,7 @@ def test_too_few_cases_for_a_step(shared: Path) -> None:
 
 def test_workers_are_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, ranks, workers in ((64, 1, 16), (64, 8, 7), (2, 1, 1), (1, 1, 1), (4, 8, 1)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        monkeypatch.setattr(images, "available_cores", lambda cores=cores: cores)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert images.default_workers() == workers
 

@@ -187,7 +187,7 @@ def test_turns_of_one_process_go_by_the_strategys_costs():
 
 
 def test_cores_are_shared_by_the_ranks_of_a_machine(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)), raising=False)
+    monkeypatch.setattr("natgrad.overlap.options.available_cores", lambda: 32)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert free_cores() == 24
     assert Background().sizes(largest=2048) == (6, 4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from itertools import islice
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -39,11 +41,6 @@ class Use:
     share_input: int | None = None
     share_output: int | None = None
 
-    @cached_property
-    def attributes(self) -> tuple[str, ...]:
-        """Under which a node has what autograd keeps of the activation."""
-        return tuple(f"_saved_{name}" for name in self.saved)
-
     def column_sizes(self) -> tuple[int, ...]:
         """How the inputs are factored: not at all, as one, or as channels and places."""
         if isinstance(self.operation, Vector):
@@ -53,6 +50,27 @@ class Use:
         return (self.weight.shape[2],)
 
 
+class Reader:
+    """Reads what autograd keeps of the activations of some uses that one node makes."""
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self.sizes = [len(use.saved) for use in uses]
+        self.packed = any(use.packed for use in uses)
+        names = [f"_saved_{name}" for use in uses for name in use.saved]
+        self._single = len(names) == 1
+        self._read: Callable[[Any], Any] = attrgetter(*names) if names else lambda node: ()
+
+    def read(self, node: Node) -> list[Tensor]:
+        """The tensors of all uses, one after the other."""
+        found = self._read(node)
+        return [found.detach()] if self._single else list(map(Tensor.detach, found))
+
+    def apart(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        """What is one after the other, by use."""
+        each = iter(tensors)
+        return [list(islice(each, size)) for size in self.sizes]
+
+
 class Uses:
     """The uses of one pass, numbered, and what follows from them alone. Passes that are alike have the same object, and
     what is known of it holds for all of them.
@@ -60,6 +78,7 @@ class Uses:
 
     def __init__(self, uses: Iterable[Use]) -> None:
         self._all = tuple(uses)
+        self._readers: dict[tuple[int, ...], Reader] = {}
 
     def __iter__(self) -> Iterator[Use]:
         return iter(self._all)
@@ -69,6 +88,12 @@ class Uses:
 
     def __getitem__(self, number: int) -> Use:
         return self._all[number]
+
+    def reader(self, numbers: tuple[int, ...]) -> Reader:
+        """For the uses that one node makes."""
+        if numbers not in self._readers:
+            self._readers[numbers] = Reader([self._all[number] for number in numbers])
+        return self._readers[numbers]
 
     @cached_property
     def parameters(self) -> frozenset[str]:

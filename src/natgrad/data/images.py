@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from natgrad.cores import available_cores
 from natgrad.data.base import Damaged, DataError, Place, whole_steps
 from natgrad.data.chunks import augmenting_side, upload
 from natgrad.data.decoding import Answer, Decoder, Request
@@ -42,8 +43,7 @@ _CUT_OFF = (ConnectionError, EOFError)  # a worker died between its answer and t
 
 def default_workers() -> int:
     """The cores that this process may use, shared among the ranks of this machine, less one for training itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1))
+    return min(16, max(1, available_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1))
 
 
 def files_side(options: DataOptions, place: Place) -> torch.device:

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
+from natgrad.cores import available_cores
 from natgrad.options import choice, fraction, whole_number
 
 PLACES = ("auto", "cpu", "gpu", "step")
@@ -136,10 +137,6 @@ def _is_executor(value: Any) -> bool:
 
 def free_cores() -> int:
     """Cores of this process's share of the machine that training and data loading do not need: three quarters."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        cores = os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     ranks = int(local) if local.isdigit() else 1
-    return max(1, 3 * cores // (4 * max(1, ranks)))
+    return max(1, 3 * available_cores() // (4 * max(1, ranks)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # The first convolution of a network for images has some hundred thousand rows of 147 columns: two tiles of a product.
 _PIECES, _FEW_COLUMNS, _MANY_ROWS = 64, 256, 2**17
+# Rows that a GPU copies in less time than it takes to launch what a copy saves.
+_FEW_ELEMENTS = 2**20
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,7 +20,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def second_moment(rows: Tensor, *, homogeneous: bool = False, diagonal: bool = False) -> Tensor:
     """Sum over rows of a aᵀ: (stack, R, n) → (stack, n, n), or its diagonal (stack, n).
 
-    With `homogeneous` a 1 is appended to every row (the bias's coordinate), without copying the rows.
+    With `homogeneous` a 1 is appended to every row (the bias's coordinate), without copying many rows.
     """
     dtype = accumulation_dtype(rows.dtype)
     if diagonal:
@@ -25,6 +28,8 @@ def second_moment(rows: Tensor, *, homogeneous: bool = False, diagonal: bool = F
         if not homogeneous:
             return squares
         return torch.cat([squares, squares.new_full((squares.shape[0], 1), rows.shape[1])], dim=1)
+    if homogeneous and rows.is_cuda and rows.numel() <= _FEW_ELEMENTS:
+        return _product(functional.pad(rows, (0, 1), value=1.0), dtype)
     moment = _product(rows, dtype)
     return bordered(moment, rows.sum(dim=1, dtype=dtype), rows.shape[1]) if homogeneous else moment
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from natgrad.cores import available_cores
+
 from .files import write_text_atomically
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
@@ -39,7 +41,7 @@ def describe(device: torch.device | str, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "threads": torch.get_num_threads(),
         "device": _device(torch.device(device)),
-        "cpu": {"name": _cpu_name(), "usable_cores": _usable_cores(), "memory": _memory()},
+        "cpu": {"name": _cpu_name(), "usable_cores": available_cores(), "memory": _memory()},
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "variables": {
@@ -128,10 +130,6 @@ def _cpu_name() -> str | None:
     except OSError:
         names = []
     return next(iter(names), None) or platform.processor() or platform.machine() or None
-
-
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory() -> int | None:
