@@ -278,7 +278,7 @@ def test_a_hanging_executor_with_several_under_way_is_survived():
 
 def test_a_broken_piece_beside_good_ones_is_made_alone(monkeypatch):
     """Pieces of one request: one is wrong, and one is made again."""
-    monkeypatch.setattr("natgrad.overlap.tasks._PIECE", 60)
+    monkeypatch.setattr("natgrad.overlap.tasks.SMALL_PIECE", 60)
     count = iter(range(1000))
 
     def one_of_many(fn: Any, payload: bytes) -> Any:

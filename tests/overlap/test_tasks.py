@@ -191,8 +191,8 @@ def test_bytes_that_are_no_answer_are_refused(payload):
 def test_pieces_hold_every_factor_once_and_are_not_too_large(sizes):
     factors = {number: torch.zeros(stack, size, size) for number, (stack, size) in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("natgrad.overlap.tasks._PIECE", 100)
-        pieces = cut(factors, "eigen")
+        patch.setattr("natgrad.overlap.tasks.SMALL_PIECE", 100)
+        pieces = cut(factors, "eigen", 100)
     assert sorted(key for piece in pieces for key in piece.keys) == sorted(factors)
     for piece in pieces:
         assert [factors[key] for key in piece.keys] == list(piece.factors)
@@ -205,3 +205,11 @@ def test_pieces_hold_every_factor_once_and_are_not_too_large(sizes):
 def test_a_large_factor_is_a_piece_of_its_own():
     factors = {"small": torch.zeros(1, 4, 4), "large": torch.zeros(1, 600, 600), "other": torch.zeros(2, 4, 4)}
     assert [piece.keys for piece in cut(factors, "eigen")] == [("large",), ("other", "small")]
+
+
+@pytest.mark.parametrize(("count", "piece", "pieces"), [(320, 100, 32), (320, 10**6, 16), (64, 10**6, 8), (8, 200, 1)])
+def test_pieces_are_as_large_as_asked_for_where_enough_are_left(monkeypatch, count, piece, pieces):
+    """Of factors of ten elements, of which eight are a small piece."""
+    monkeypatch.setattr("natgrad.overlap.tasks.SMALL_PIECE", 80)
+    factors = {number: torch.zeros(10, 1, 1) for number in range(count)}
+    assert len(cut(factors, "eigen", piece)) == pieces

@@ -34,7 +34,7 @@ class Job:
         diagonal = {key: factor for key, factor in request.factors.items() if factor.dim() == 2}
         dense = {key: factor for key, factor in request.factors.items() if factor.dim() == 3}
         job = Job(request, due, solve(diagonal, solver))
-        job._tasks = cut(dense, solver)
+        job._tasks = cut(dense, solver, place.piece)
         job._until += timeout
         try:
             job._tasks = place.bring(job._tasks)

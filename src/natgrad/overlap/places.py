@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.distribute.costs import Costs, default_costs, measure
 from natgrad.overlap.options import Background
 from natgrad.overlap.pool import DaemonPool, ending
-from natgrad.overlap.tasks import Solution, Task, check, pack, solve_packed, solve_tensors, unpack
+from natgrad.overlap.tasks import SMALL_PIECE, Solution, Task, check, pack, solve_packed, solve_tensors, unpack
 from natgrad.solve.solver import Side
 
 Solutions = list[Solution]
@@ -26,6 +26,7 @@ class Place(Protocol):
     """Somewhere to make decompositions."""
 
     name: str
+    piece: int  # elements of factors that are decomposed together, where there are many
 
     def bring(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks as they are begun and kept: with copies of factors that are needed where they are no longer."""
@@ -112,6 +113,7 @@ class InStep:
     """
 
     name = "step"
+    piece = SMALL_PIECE
 
     def __init__(self, options: Background) -> None:
         self._options = options
@@ -139,6 +141,8 @@ class Threads:
     """
 
     name = "cpu"
+    # A thread takes the interpreter from training with every operation, some ten for each stack of factors.
+    piece = 2**22
 
     def __init__(self, options: Background, *, to_device: bool = False) -> None:
         self._options, self._to_device = options, to_device
@@ -188,6 +192,7 @@ class Stream:
     """One thread with a stream of the GPU that the factors are on."""
 
     name = "gpu"
+    piece = SMALL_PIECE
 
     def __init__(self) -> None:
         self._pool: DaemonPool | None = None
@@ -217,6 +222,7 @@ class Cheaper:
 
     def __init__(self, threads: Threads, stream: Stream, choose: Callable[[Sequence[Task]], str]) -> None:
         self.name = "auto"
+        self.piece = threads.piece
         self._places: dict[str, Place] = {threads.name: threads, stream.name: stream}
         self._choose = choose
 
@@ -241,6 +247,7 @@ class Elsewhere:
     """
 
     name = "executor"
+    piece = SMALL_PIECE  # it may have any number of workers
 
     def __init__(self, executor: Executor, *, timeout: float, complain: Complain) -> None:
         self._executor, self._timeout, self._complain = executor, timeout, complain

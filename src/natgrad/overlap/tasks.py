@@ -13,7 +13,9 @@ from natgrad.solve.linalg import JITTER
 from natgrad.solve.solver import Keep, Side, Solved, as_it_is, solve
 
 # Small factors go together up to this many elements: a piece of their own would cost more than it takes.
-_PIECE = 2**18
+SMALL_PIECE = 2**18
+# The fewest pieces of a request whose pieces are larger: so that several threads have enough to share.
+_PIECES = 16
 # Of the residual of a probe, beside what rounding explains: so many times what an inverse leaves of it, whatever its
 # size (measured: up to 0.5).
 _TOLERANCE, _ROUNDING = 1e-2, 30
@@ -54,15 +56,18 @@ class Solution:
     failed: list[bool]
 
 
-def cut(factors: Mapping[Hashable, Tensor], solver: str) -> list[Task]:
-    """Dense factors as tasks, the largest first: whoever is free takes the next."""
+def cut(factors: Mapping[Hashable, Tensor], solver: str, piece: int = SMALL_PIECE) -> list[Task]:
+    """Dense factors as tasks, the largest first: whoever is free takes the next. Factors go together up to `piece`
+    elements, as long as there are some tasks to share.
+    """
     pieces: list[list[Hashable]] = []
-    room = 0
+    room, total = 0, sum(factor.numel() for factor in factors.values())
+    most = max(SMALL_PIECE, min(piece, total // _PIECES))
     for key in sorted(factors, key=lambda one: -factors[one].numel()):
         size = factors[key].numel()
         if size > room:
             pieces.append([])
-            room = max(_PIECE, size)
+            room = max(most, size)
         pieces[-1].append(key)
         room -= size
     return [Task(solver, tuple(keys), tuple(factors[key] for key in keys)) for keys in pieces]

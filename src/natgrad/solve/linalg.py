@@ -110,6 +110,8 @@ def _cholesky_inverse(stack: Tensor) -> Results:
         return (torch.cat([_cholesky_inverse(one)[0] for one in stack.split(1)]),)
     lower, info = torch.linalg.cholesky_ex(stack)
     inverse = torch.cholesky_inverse(lower)
+    if not stack.is_cuda and not bool(info.any()):
+        return (inverse,)
     # cholesky_ex does not raise: a failure becomes NaN and is seen with the other non-finite results.
     return (torch.where(info[:, None, None] == 0, inverse, torch.nan),)
 

@@ -137,13 +137,21 @@ def _solve(
         whole, lost = dense(stack)
         count = list(lengths.values())
         matrices, values = (
-            [None] * len(count) if part is None else keep(part).split(count) for part in (whole.matrix, whole.values)
+            _split(None if part is None else keep(part), count) for part in (whole.matrix, whole.values)
         )
         flags = iter(lost)
         for key, matrix, value in zip(lengths, matrices, values, strict=True):
             sides[key] = Side(matrix, value)
             failed[key] = list(islice(flags, lengths[key]))
     return Solved(sides, failed)
+
+
+def _split(stack: Tensor | None, lengths: list[int]) -> Sequence[Tensor | None]:
+    """Into parts of these lengths; see `natgrad.solve.linalg` on operations that do nothing."""
+    if stack is None or len(lengths) == 1:
+        return [stack] * len(lengths)
+    parts: Sequence[Tensor] = stack.split(lengths)
+    return parts
 
 
 def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
