@@ -314,6 +314,7 @@ class KFAC:
             fraction=1.0 if fisher == "empirical" else stats_fraction,
             terms=terms,
             warner=self._warner,
+            expect_backward=self._watch.expect_backward,
         )
         observer = self._observer  # not through self: a KFAC that nobody holds must go at once
         again = Objective(innermost(model), predictive, lambda: observer.targets, runner.unobserved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from operator import attrgetter, is_
@@ -54,6 +54,7 @@ class Observer:
         fraction: float,
         terms: Terms | None,
         warner: Warner,
+        expect_backward: Callable[[Collection[torch.device]], None],
     ) -> None:
         if all(any(fnmatch(name, pattern) for pattern in exclude) for name in parameters):
             raise ValueError(f"exclude={list(exclude)} leaves no parameter to precondition")
@@ -72,6 +73,7 @@ class Observer:
         self._fraction = fraction
         self._terms = terms
         self._warner = warner
+        self._expect_backward = expect_backward  # told of the devices of a pass before it is tapped
 
     @property
     def knows_terms(self) -> bool:
@@ -137,7 +139,9 @@ class Observer:
             roots = [loss]
         self._follow_replaced_modules()
         candidates = self._take_part()
-        self._refuse_moved(candidates)
+        devices = set(map(_device, candidates.values()))
+        self._refuse_moved(candidates, devices)
+        self._expect_backward(devices)
         with torch.enable_grad():
             findings = self._window.observe(
                 output,
@@ -181,11 +185,10 @@ class Observer:
             self._candidates = last = _Candidates(names, present, flags, held, found)
         return last.found
 
-    def _refuse_moved(self, candidates: Mapping[str, Tensor]) -> None:
+    def _refuse_moved(self, candidates: Mapping[str, Tensor], devices: set[torch.device]) -> None:
         registry = self._window.registry
         if self._homes[0] != registry.version:
             self._homes = registry.version, {block.straight.row.sum.device for block in registry}
-        devices = set(map(_device, candidates.values()))
         if len(devices) == 1 and devices == self._homes[1]:
             return
         for block in registry:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.capture.calling_thread import CallingThread
 from natgrad.capture.eager import ForceEager
 from natgrad.capture.unfused import Unfused
 
@@ -77,6 +78,7 @@ class Watch:
         self._observer: Observer = observer
         self._compiled = compiled_wrapper(model)
         self._eager = ForceEager()
+        self._thread = CallingThread()
         self._forward: RemovableHandle | None = None
         self._around: list[RemovableHandle] = []
         self._unfused = Unfused(self._model) if unfuse else None
@@ -114,8 +116,16 @@ class Watch:
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._eager.release()
 
+    def expect_backward(self, devices: Collection[torch.device]) -> None:
+        """A pass of parameters on these devices is about to be tapped. Several GPUs keep their threads: a single one
+        would launch the work of one GPU after that of the other.
+        """
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            self._thread.claim()
+
     def disarm(self) -> None:
         """Stops observing."""
+        self._thread.release()
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
