@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from natgrad.cores import available_cores
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """One with 64 cores, and no word of a container."""
+    cores._share.cache_clear()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(cores, "_NEWER", tmp_path / "cpu.max")
     monkeypatch.setattr(cores, "_OLDER", (tmp_path / "quota", tmp_path / "period"))
-    return tmp_path
+    yield tmp_path
+    cores._share.cache_clear()
 
 
 def test_those_that_the_process_is_let_run_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from functools import cache
 from pathlib import Path
 
 # Where Linux says what a container may use: newer systems in one file, older ones in two.
@@ -24,8 +25,9 @@ def available_cores() -> int:
     return cores if share is None else max(1, min(cores, math.floor(share)))
 
 
+@cache
 def _share() -> float | None:
-    """Cores' worth of time; None where there is no bound."""
+    """Cores' worth of time; None where there is no bound. It stays as it is, and steps of training ask."""
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = _NEWER.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

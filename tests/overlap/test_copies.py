@@ -11,8 +11,8 @@ from torch import Tensor
 from natgrad.overlap import options, places
 from natgrad.overlap.job import Job
 from natgrad.overlap.options import Background
-from natgrad.overlap.places import InStep, _copied_together, _pinned_result
-from natgrad.overlap.tasks import Task, pack, solve_packed, solve_tensors, unpack
+from natgrad.overlap.places import InStep, _copied_together
+from natgrad.overlap.tasks import Task, pack, solve_packed, unpack
 from natgrad.precondition.preconditioner import Request
 
 
@@ -25,21 +25,6 @@ def test_a_diagonal_factor_does_not_keep_the_memory_of_all() -> None:
     assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
     assert torch.equal(kept, whole[:4].view(1, 4))
     assert set(job.result(lambda error: None).sides) == {"diagonal", "dense"}
-
-
-def test_an_inverse_is_turned_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    halves = [torch.randn(count, 5, 5) for count in (2, 1)]
-    factors = [half @ half.mT + torch.eye(5) for half in halves]
-    for solution, expected in zip(
-        solve_tensors("inverse", factors, _pinned_result), solve_tensors("inverse", factors), strict=True
-    ):
-        matrix = solution.side.matrix
-        assert matrix is not None
-        assert matrix.is_contiguous()
-        assert expected.side.matrix is not None
-        assert torch.equal(matrix, expected.side.matrix)
-        assert solution.side.values is None
 
 
 def test_what_lies_together_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:

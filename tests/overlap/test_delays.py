@@ -12,7 +12,7 @@ import torch
 
 import natgrad
 from distribute.mixed import Loop
-from natgrad.overlap import places, tasks
+from natgrad.overlap import piles
 from natgrad.overlap.places import Threads
 from overlap.executors import Erratic, ErraticThreads, fingerprint
 from ranks import run_on_ranks
@@ -185,13 +185,13 @@ def test_a_process_pool_gives_the_same_bits():
 
 def test_solves_are_made_in_threads_of_natgrads(monkeypatch):
     names = set()
-    real = tasks.solve_tensors
+    real = piles.Piles.solve
 
-    def watched(*arguments):
+    def watched(self):
         names.add(threading.current_thread().name)
-        return real(*arguments)
+        return real(self)
 
-    monkeypatch.setattr(places, "solve_tensors", watched)
+    monkeypatch.setattr(piles.Piles, "solve", watched)
     loop = Loop(0, 1, overlap=natgrad.Background("cpu", workers=1), delay=1).run()
     assert names == {"natgrad-solve-0"}
     assert isinstance(loop.kfac._curvature.jobs._place, Threads)

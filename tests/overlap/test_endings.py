@@ -21,7 +21,6 @@ from distribute.mixed import Loop
 from natgrad.overlap import places, pool
 from natgrad.overlap.job import Job
 from natgrad.overlap.pool import DaemonPool
-from natgrad.overlap.tasks import solve_tensors
 from overlap.executors import Held, digest, fingerprint, until
 
 OPTIONS: dict[str, Any] = {"delay": 4, "inv_update_steps": 3}
@@ -39,9 +38,9 @@ def gate(monkeypatch):
     """Solves in natgrad's threads wait until it is set."""
     event = threading.Event()
 
-    def waits(task: Any, ready: Any) -> Any:
+    def waits(piles: Any, ready: Any) -> Any:
         event.wait(20)
-        return solve_tensors(task.solver, task.factors)
+        return piles.solve()
 
     monkeypatch.setattr(places, "_on_the_host", waits)
     yield event
@@ -210,17 +209,16 @@ torch.set_num_threads(1)
 import natgrad
 from distribute.mixed import Loop
 from natgrad.overlap import places, pool
-from natgrad.overlap.tasks import solve_tensors
 
 began = threading.Event()
 
-def slow(task, ready):
+def slow(piles, ready):
     began.set()
     time.sleep({seconds})
     torch.linalg.eigh(torch.randn(300, 300))  # comes back to torch when the main thread is at its end
-    return solve_tensors(task.solver, task.factors)
+    return piles.solve()
 
-def hanging(task, ready):
+def hanging(piles, ready):
     began.set()
     time.sleep(1000)
 

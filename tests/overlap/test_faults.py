@@ -239,11 +239,11 @@ def test_a_thread_that_cannot_be_started_is_done_without_until_one_can(monkeypat
 def test_an_own_thread_that_hangs_is_given_up_and_others_take_over(monkeypatch):
     never, threads = threading.Event(), []
 
-    def hangs_at_first(task: Any, ready: Any) -> Any:
+    def hangs_at_first(piles: Any, ready: Any) -> Any:
         threads.append(threading.current_thread())
         if len(threads) == 1:
             never.wait(20)
-        return solve_tensors(task.solver, task.factors)
+        return piles.solve()
 
     monkeypatch.setattr(places, "_on_the_host", hangs_at_first)
     # Longer than a thread that does not hang may have to wait for a core.
@@ -261,11 +261,11 @@ def test_a_hanging_own_thread_holds_up_what_queues_behind_it_for_no_longer(monke
     never = threading.Event()
     began = []
 
-    def hangs_at_first(task: Any, ready: Any) -> Any:
-        began.append(task)
+    def hangs_at_first(piles: Any, ready: Any) -> Any:
+        began.append(piles)
         if len(began) == 1:
             never.wait(20)
-        return solve_tensors(task.solver, task.factors)
+        return piles.solve()
 
     monkeypatch.setattr(places, "_on_the_host", hangs_at_first)
     unhurt(natgrad.Background("cpu", workers=1, timeout=0.05), failures=None, delay=5, inv_update_steps=1)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from natgrad.distribute.costs import Costs, default_costs, measure
 from natgrad.overlap.options import Background
+from natgrad.overlap.piles import Piles, host_memory
 from natgrad.overlap.pool import DaemonPool, ending
 from natgrad.overlap.tasks import SMALL_PIECE, Solution, Task, check, pack, solve_packed, solve_tensors, unpack
 from natgrad.solve.solver import Side
 
-Solutions = list[Solution]
+Solutions = Sequence[Solution]
 Complain = Callable[[BaseException], None]  # told of what went wrong, from any thread
 
 
@@ -166,9 +167,14 @@ class Threads:
 
     def begin(self, tasks: Sequence[Task]) -> list[Future[Solutions]]:
         """Starts one piece a thread."""
-        pool = self._pool_for(tasks)
-        work = _on_the_host_and_back if self._to_device else _on_the_host
-        return [pool.submit(work, task, self._copied) for task in tasks]
+        pool, copied = self._pool_for(tasks), self._copied
+        piles = [Piles(task, pinned=copied is not None) for task in tasks]
+        if self._to_device:
+            return [
+                pool.submit(_on_the_host_and_back, one, task.device, copied)
+                for one, task in zip(piles, tasks, strict=True)
+            ]
+        return [pool.submit(_on_the_host, one, copied) for one in piles]
 
     def _pool_for(self, tasks: Sequence[Task]) -> DaemonPool:
         workers, threads = sizes = _sizes(self._options, tasks)
@@ -355,18 +361,17 @@ def _event(tasks: Sequence[Task]) -> torch.cuda.Event | None:
     return event
 
 
-def _on_the_host(task: Task, copied: torch.cuda.Event | None) -> Solutions:
-    """Of factors in the host's memory; solutions stay there, pinned where a GPU will take them."""
-    if copied is None:
-        return solve_tensors(task.solver, task.factors)
-    copied.synchronize()
-    return solve_tensors(task.solver, task.factors, _pinned_result)
+def _on_the_host(piles: Piles, copied: torch.cuda.Event | None) -> Solutions:
+    """Of factors in the host's memory, once copies are there; solutions stay there."""
+    if copied is not None:
+        copied.synchronize()
+    return piles.solve()
 
 
-def _on_the_host_and_back(task: Task, copied: torch.cuda.Event | None) -> Solutions:
-    found = _on_the_host(task, copied)
-    with _Beside(task.device, copied):
-        return _to_device(found, task.device)
+def _on_the_host_and_back(piles: Piles, device: torch.device, copied: torch.cuda.Event | None) -> Solutions:
+    found = _on_the_host(piles, copied)
+    with _Beside(device, copied):
+        return _to_device(found, device)
 
 
 def _on_the_device(task: Task, ready: torch.cuda.Event | None) -> Solutions:
@@ -439,15 +444,7 @@ def _copied_together(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
-
-
-def _pinned_result(found: Tensor) -> Tensor:
-    """As they are where they are pinned. LAPACK leaves matrices column by column: turned here, and not by who takes
-    them over, who would wait for it.
-    """
-    return found.contiguous().pin_memory()
+    return host_memory(tensor.shape, tensor.dtype, pinned=True).copy_(tensor, non_blocking=True)
 
 
 def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
@@ -456,7 +453,7 @@ def _to_device(solutions: Solutions, device: torch.device) -> Solutions:
     moved, kept = [], []
     for solution in solutions:
         own = (solution.side.matrix, solution.side.values)
-        pinned = [None if part is None else _pinned_result(part) for part in own]
+        pinned = [None if part is None else part if part.is_cuda else part.contiguous().pin_memory() for part in own]
         kept.append(pinned)
         parts = [None if p is None else p.to(device, non_blocking=True) for p in pinned]
         moved.append(Solution(Side(*parts), solution.failed))

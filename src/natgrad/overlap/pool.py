@@ -25,13 +25,17 @@ LAST_WAIT = 20.0
 NICENESS = 10
 """Of threads that step back."""
 
+PATIENCE = 0.5
+"""Seconds that a thread waits for more to do: a small network asks again sooner, and to start threads takes a step as
+long as all that it has to prepare for them."""
+
 ending = threading.Event()
 """Set at the end of the interpreter: who waits for somebody else need not any more."""
 
 
 class DaemonPool(Executor):
     """Like a ThreadPoolExecutor, with daemon threads: one that hangs costs its results, not the end of the process.
-    They end when there is nothing to do: one that has used LAPACK keeps threads of OpenMP, which slow training down.
+    They end when there is nothing to do: at once where they have threads of LAPACK, which slow training down.
 
     Each thread has `torch_threads` threads of torch and LAPACK for itself. A process that was forked starts its own.
     `steps_back`: where cores are scarce others go first (Linux).
@@ -50,10 +54,11 @@ class DaemonPool(Executor):
         if self._closed:
             raise RuntimeError("this pool has been shut down")
         future: Future[T] = Future()
-        with self._work.lock:
-            if len(self._work.threads) < self._workers:
+        with self._work.more:
+            if len(self._work.queue) >= self._work.idle and len(self._work.threads) < self._workers:
                 self._start_thread()  # where there is no room for another nothing has been queued
             self._work.queue.append(_Piece(future, fn, args, kwargs))
+            self._work.more.notify()
         return future
 
     def _start_thread(self) -> None:
@@ -77,6 +82,7 @@ class DaemonPool(Executor):
         self._closed = True
         if self._work.process != os.getpid():
             return
+        self._work.close()
         if cancel_futures:
             self._work.cancel()
         if wait:
@@ -106,21 +112,33 @@ class _Work:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.lock = threading.Lock()
+        self.more = threading.Condition()
         self.queue: deque[_Piece] = deque()
         self.threads: list[threading.Thread] = []
+        self.idle = 0  # threads that wait
+        self._closed = False
 
-    def next(self) -> _Piece | None:
-        """For a thread, which ends where there is nothing."""
-        with self.lock:
+    def next(self, patience: float) -> _Piece | None:
+        """For a thread, which ends where nothing comes for so many seconds."""
+        with self.more:
+            if not self.queue and not self._closed and patience > 0:
+                self.idle += 1
+                self.more.wait_for(lambda: self.queue or self._closed, patience)
+                self.idle -= 1
             if self.queue:
                 return self.queue.popleft()
             self.threads.remove(threading.current_thread())
             return None
 
+    def close(self) -> None:
+        """Nothing more will come."""
+        with self.more:
+            self._closed = True
+            self.more.notify_all()
+
     def cancel(self) -> None:
         """Gives up what has not begun."""
-        with self.lock:
+        with self.more:
             given_up, self.queue = list(self.queue), deque()
         for piece in given_up:
             piece.future.cancel()
@@ -141,7 +159,8 @@ def _run(work: _Work, torch_threads: int | None, started: threading.Event, steps
         torch.get_num_threads()
         torch.set_num_threads(torch_threads)
     started.set()
-    while (piece := work.next()) is not None:
+    patience = PATIENCE if torch_threads == 1 else 0.0
+    while (piece := work.next(patience)) is not None:
         piece.do()
         del piece  # nothing of it is kept while the next one is looked for
 
@@ -155,6 +174,7 @@ def _end() -> None:
     ending.set()
     present = [work for work in _working if work.process == os.getpid()]
     for work in present:
+        work.close()
         work.cancel()
     until = time.monotonic() + LAST_WAIT
     for work in present:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.packets import packed, unpacked
 from natgrad.solve.linalg import JITTER
-from natgrad.solve.solver import Keep, Side, Solved, as_it_is, solve
+from natgrad.solve.solver import Side, Solved, solve
 
 # Small factors go together up to this many elements: a piece of their own would cost more than it takes.
 SMALL_PIECE = 2**18
@@ -73,10 +73,10 @@ def cut(factors: Mapping[Hashable, Tensor], solver: str, piece: int = SMALL_PIEC
     return [Task(solver, tuple(keys), tuple(factors[key] for key in keys)) for keys in pieces]
 
 
-def solve_tensors(solver: str, factors: Sequence[Tensor], keep: Keep = as_it_is) -> list[Solution]:
-    """The work itself; `keep` as for `solve`."""
+def solve_tensors(solver: str, factors: Sequence[Tensor]) -> list[Solution]:
+    """The work itself."""
     with torch.no_grad():
-        result: Solved = solve(dict(enumerate(factors)), solver, keep=keep)
+        result: Solved = solve(dict(enumerate(factors)), solver)
     return [Solution(result.sides[number], result.failed[number]) for number in range(len(factors))]
 
 

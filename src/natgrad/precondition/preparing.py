@@ -68,9 +68,11 @@ class Preparation:
         self._solver, self._rule = solver, rule
         sides = [factor for block in blocks for factor in block.straight.sides]
         self._device = sides[0].sum.device
-        named: dict[Hashable, Factor] = {}
+        found: dict[Hashable, Factor] = {}
         for block, own in zip(blocks, keys, strict=True):
-            named.update(zip(own, block.straight.sides, strict=True))
+            found.update(zip(own, block.straight.sides, strict=True))
+        # Equal ones beside each other: who decomposes has them as one stack.
+        named = dict(sorted(found.items(), key=lambda pair: pair[1].sum.shape, reverse=True))
         self._named = named
         entries = 0
         first: dict[Hashable, int] = {}
@@ -170,7 +172,7 @@ class Preparation:
         found = {}
         for key, start in self._starts.items():
             total = self._named[key].sum
-            part = out[start : start + total.numel()].view(total.shape)
+            part = out.as_strided(total.shape, total.stride(), start)
             # What is kept after dense factors have gone elsewhere must not keep their memory.
             found[key] = part.clone() if total.dim() == 2 else part
         return found

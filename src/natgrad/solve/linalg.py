@@ -69,8 +69,6 @@ def _eigh(stack: Tensor) -> Results:
         wide.diagonal(dim1=-2, dim2=-1)[:, size:] = bound[:, None]
         stack = wide
     values, vectors = torch.linalg.eigh(stack)
-    if padded == size:  # see `_all_finite`: no operation that does nothing
-        return values, vectors.contiguous()
     return values[:, :size].contiguous(), vectors[:, :size, :size].contiguous()
 
 
@@ -110,8 +108,6 @@ def _cholesky_inverse(stack: Tensor) -> Results:
         return (torch.cat([_cholesky_inverse(one)[0] for one in stack.split(1)]),)
     lower, info = torch.linalg.cholesky_ex(stack)
     inverse = torch.cholesky_inverse(lower)
-    if not stack.is_cuda and not bool(info.any()):
-        return (inverse,)
     # cholesky_ex does not raise: a failure becomes NaN and is seen with the other non-finite results.
     return (torch.where(info[:, None, None] == 0, inverse, torch.nan),)
 
@@ -167,7 +163,7 @@ def _template(function: Callable[[Tensor], Results], stack: Tensor) -> Results:
 
 
 def _all_finite(results: Results) -> bool:
-    """A few operations: threads that decompose beside training take the interpreter from it with each."""
+    """In a few operations, where each of them is."""
     sums = [part.sum() for part in results]
     return math.isfinite(sum(sums[1:], start=sums[0]).item())
 

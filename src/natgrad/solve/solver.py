@@ -62,14 +62,16 @@ class Side:
 
 def update_all(pairs: Sequence[tuple[Side, Side]]) -> None:
     """Takes over newer solutions, none of which has failed, in place; from the host's pinned memory without waiting."""
-    parts = [
-        (own, other)
-        for old, new in pairs
-        for own, other in ((old.matrix, new.matrix), (old.values, new.values))
-        if own is not None and other is not None
-    ]
-    if parts:
-        torch._foreach_copy_([own for own, _ in parts], [other for _, other in parts], non_blocking=True)
+    near: list[tuple[Tensor, Tensor]] = []
+    far: list[tuple[Tensor, Tensor]] = []  # elsewhere, or with something in between: these are copied one by one
+    for old, new in pairs:
+        for own, other in ((old.matrix, new.matrix), (old.values, new.values)):
+            if own is not None and other is not None:
+                dense = own.device == other.device and own.is_contiguous() and other.is_contiguous()
+                (near if dense else far).append((own, other))
+    for parts in (near, far):
+        if parts:
+            torch._foreach_copy_([own for own, _ in parts], [other for _, other in parts], non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,12 @@ class Solved:
     failed: dict[Hashable, list[bool]]
 
 
-Keep = Callable[[Tensor], Tensor]
+def solve(factors: Mapping[Hashable, Tensor], solver: str, *, threads: int = 1) -> Solved:
+    """Decomposes factors, stacks of them at once; see `symmetric_eigen` for `threads`."""
+    return solve_eigen(factors, threads=threads) if solver == "eigen" else solve_inverse(factors)
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Where it was made."""
-    return tensor
-
-
-def solve(factors: Mapping[Hashable, Tensor], solver: str, *, threads: int = 1, keep: Keep = as_it_is) -> Solved:
-    """Decomposes factors, stacks of them at once; see `symmetric_eigen` for `threads`. `keep` puts what comes out, of a
-    whole stack, where it is to be.
-    """
-    return solve_eigen(factors, threads=threads, keep=keep) if solver == "eigen" else solve_inverse(factors, keep=keep)
-
-
-def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1, keep: Keep = as_it_is) -> Solved:
+def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1) -> Solved:
     """Eigendecompositions of factors (stack, n, n); a diagonal factor (stack, n) is its own."""
 
     def dense(stack: Tensor) -> tuple[Side, list[bool]]:
@@ -106,10 +98,10 @@ def solve_eigen(factors: Mapping[Hashable, Tensor], *, threads: int = 1, keep: K
             result.values[index] = stack[index].diagonal().nan_to_num(0, 0, 0).clamp(min=0)
         return Side(result.vectors, result.values), result.failed
 
-    return _solve(factors, lambda diagonal: diagonal.clamp(min=0), dense, keep)
+    return _solve(factors, lambda diagonal: diagonal.clamp(min=0), dense)
 
 
-def solve_inverse(factors: Mapping[Hashable, Tensor], *, keep: Keep = as_it_is) -> Solved:
+def solve_inverse(factors: Mapping[Hashable, Tensor]) -> Solved:
     """Inverses of damped factors (stack, n, n) or diagonals (stack, n)."""
 
     def dense(stack: Tensor) -> tuple[Side, list[bool]]:
@@ -118,40 +110,31 @@ def solve_inverse(factors: Mapping[Hashable, Tensor], *, keep: Keep = as_it_is) 
             result.matrices[index] = stack[index].diagonal().reciprocal().nan_to_num(0, 0, 0).diag_embed()
         return Side(result.matrices, None), result.failed
 
-    return _solve(factors, torch.reciprocal, dense, keep)
+    return _solve(factors, torch.reciprocal, dense)
 
 
 def _solve(
     factors: Mapping[Hashable, Tensor],
     diagonal: Callable[[Tensor], Tensor],
     dense: Callable[[Tensor], tuple[Side, list[bool]]],
-    keep: Keep,
 ) -> Solved:
     """Diagonal factors one by one, dense ones in stacks of equal size."""
     sides: dict[Hashable, Side] = {}
     failed: dict[Hashable, list[bool]] = {}
     for key, factor in factors.items():
         if factor.dim() == 2:
-            sides[key], failed[key] = Side(None, keep(diagonal(factor))), [False] * factor.shape[0]
+            sides[key], failed[key] = Side(None, diagonal(factor)), [False] * factor.shape[0]
     for lengths, stack in _stacks(factors):
         whole, lost = dense(stack)
         count = list(lengths.values())
         matrices, values = (
-            _split(None if part is None else keep(part), count) for part in (whole.matrix, whole.values)
+            [None] * len(count) if part is None else part.split(count) for part in (whole.matrix, whole.values)
         )
         flags = iter(lost)
         for key, matrix, value in zip(lengths, matrices, values, strict=True):
             sides[key] = Side(matrix, value)
             failed[key] = list(islice(flags, lengths[key]))
     return Solved(sides, failed)
-
-
-def _split(stack: Tensor | None, lengths: list[int]) -> Sequence[Tensor | None]:
-    """Into parts of these lengths; see `natgrad.solve.linalg` on operations that do nothing."""
-    if stack is None or len(lengths) == 1:
-        return [stack] * len(lengths)
-    parts: Sequence[Tensor] = stack.split(lengths)
-    return parts
 
 
 def damped_sides(estimate: Estimate, rule: str, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
