@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -72,12 +73,16 @@ def test_a_model_that_moves_is_refused_once_it_has_blocks() -> None:
     kfac = KFAC(model, lr=0.1, factor_update_steps=1)
     run(model)
     kfac.step()
-    kfac._observer._refuse_moved(kfac._observer._take_part())
+
+    def look(parameters: Mapping[str, torch.Tensor]) -> None:
+        kfac._observer._refuse_moved(parameters, {p.device for p in parameters.values()})
+
+    look(kfac._observer._take_part())
     elsewhere = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
     with pytest.raises(RuntimeError, match=r"0\.weight moved from cpu to meta"):
-        kfac._observer._refuse_moved(elsewhere)
+        look(elsewhere)
     with pytest.raises(RuntimeError, match=r"2\.weight moved from cpu to meta"):
-        kfac._observer._refuse_moved(dict(model.named_parameters()) | {"2.weight": elsewhere["2.weight"]})
+        look(dict(model.named_parameters()) | {"2.weight": elsewhere["2.weight"]})
 
 
 def test_a_parameter_under_another_name_takes_part_under_that() -> None:
