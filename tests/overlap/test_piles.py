@@ -53,7 +53,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("small", [0, 2**22], ids=["room made by the thread", "room made before"])
+@pytest.mark.parametrize("small", [0, 2**19], ids=["room made by the thread", "room made before"])
 def test_the_same_bits_as_the_ordinary_way(monkeypatch, solver, dtype, small):
     monkeypatch.setattr(piles, "_SMALL", small)
     factors = [factor(*size, seed=number, dtype=dtype) for number, size in enumerate(SIZES)]

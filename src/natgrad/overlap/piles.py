@@ -20,8 +20,8 @@ from natgrad.overlap.tasks import Solution, Task, solve_tensors
 from natgrad.solve.solver import Side
 
 # Elements of a result that training's thread makes room for, and moves to its device in one piece. Larger ones take a
-# thread so long that an operation more is nothing, and to pin their memory takes long, too.
-_SMALL = 2**22
+# thread so long that an operation more is nothing; and so does pinning their memory, for which a step would wait.
+_SMALL = 2**19
 
 
 class Pile:
