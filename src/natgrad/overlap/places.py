@@ -142,7 +142,7 @@ class Threads:
     """
 
     name = "cpu"
-    # A thread takes the interpreter from training with every operation, some ten for each stack of factors.
+    # A thread takes the interpreter from training with every operation, a few for each stack of factors.
     piece = 2**22
 
     def __init__(self, options: Background, *, to_device: bool = False) -> None:
