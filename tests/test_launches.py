@@ -43,9 +43,10 @@ class Compiled:
     function, packed_metadata = "function", "metadata"
 
     def __init__(self, *, refuses: bool = False) -> None:
-        self.refuses, self.launched = refuses, []
+        self.refuses, self.launched, self.tried = refuses, [], 0
 
     def run(self, *given: Any) -> None:
+        self.tried += 1
         if self.refuses:
             raise TypeError("function takes exactly 20 arguments")
         self.launched.append(given)
@@ -82,10 +83,12 @@ def test_what_is_compiled_is_launched_by_addresses() -> None:
     assert compiled.launched == [expected, expected]
 
 
-@pytest.mark.parametrize("compiled", [Compiled(refuses=True), None])
-def test_a_triton_that_is_another_launches_in_its_own_way(compiled: object) -> None:
+@pytest.mark.parametrize("refuses", [True, None])
+def test_a_triton_that_is_another_launches_in_its_own_way(refuses: bool | None) -> None:
+    compiled = None if refuses is None else Compiled(refuses=refuses)
     kernel, _ = launched(compiled)
     assert kernel.calls == 3
+    assert compiled is None or compiled.tried == 1
 
 
 @pytest.fixture

@@ -59,6 +59,15 @@ def test_the_users_own_choice_is_kept() -> None:
         assert not in_own_threads()
 
 
+def test_a_choice_that_comes_after_a_claim_is_kept() -> None:
+    thread = CallingThread()
+    thread.claim()
+    thread.release()
+    with torch.autograd.set_multithreading_enabled(False):
+        thread.release()
+        assert not in_own_threads()
+
+
 def test_two_claims_end_with_the_one_that_was_first() -> None:
     one, other = CallingThread(), CallingThread()
     one.claim()

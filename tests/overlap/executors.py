@@ -55,10 +55,10 @@ class Erratic(Executor):
         """Inside, it learns that somebody waits."""
         result = Job.result
 
-        def waiting(job: Job, *arguments: Any) -> Any:
+        def waiting(job: Job, *arguments: Any, **options: Any) -> Any:
             self._waited_for.set()
             try:
-                return result(job, *arguments)
+                return result(job, *arguments, **options)
             finally:
                 self._waited_for.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +26,27 @@ def test_a_diagonal_factor_does_not_keep_the_memory_of_all() -> None:
     assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
     assert torch.equal(kept, whole[:4].view(1, 4))
     assert set(job.result(lambda error: None).sides) == {"diagonal", "dense"}
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_solutions_leave_the_host_when_they_are_taken_over(monkeypatch: pytest.MonkeyPatch, looked_at: bool) -> None:
+    """Not when a checkpoint looks at them: its stream may be another, and a GPU has better uses for its memory."""
+    home = torch.device("meta")
+    on_cores = places.Threads(Background(workers=1, threads=1))
+
+    def bring(tasks: Sequence[Task]) -> list[Task]:
+        return [Task(task.solver, task.keys, task.factors, home) for task in tasks]
+
+    monkeypatch.setattr(on_cores, "bring", bring)
+    request = Request(0, {"a": torch.eye(3)[None], "b": torch.eye(4)[None]}, {}, {}, {}, None)
+    job = Job.begin(request, None, on_cores, "eigen", 60.0)
+    if looked_at:
+        solved = job.result(lambda error: None, stays=True)
+        assert {side.device for side in solved.sides.values()} == {torch.device("cpu")}
+        assert job.result(lambda error: None) is solved
+    else:
+        assert {side.device for side in job.result(lambda error: None).sides.values()} == {home}
+    on_cores.close()
 
 
 def test_what_lies_together_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:

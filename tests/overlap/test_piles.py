@@ -62,7 +62,9 @@ def test_the_same_bits_as_the_ordinary_way(monkeypatch, solver, dtype, small):
     for solution, own in zip(found, factors, strict=True):
         assert solution.side.matrix is not None
         assert solution.side.matrix.shape == own.shape
-        assert solution.side.matrix.stride()[1:] == own.stride()[1:]  # row by row, as they are multiplied
+        # Row by row, as they are multiplied; and in one piece, or a GPU would wait until the host has copied them.
+        parts = (solution.side.matrix, solution.side.values)
+        assert all(part is None or part.is_contiguous() for part in parts)
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -80,6 +82,27 @@ def test_eigenvalues_beyond_all_numbers_are_not_taken_for_good():
     factors = [torch.full((1, 4, 4), 3e38), factor(1, 4)]
     found = Piles(task_of("eigen", factors)).solve()
     assert same(found, solve_tensors("eigen", factors))
+
+
+@pytest.mark.parametrize("there_is_room", [True, False])
+def test_small_ones_are_sent_together_where_there_is_room(monkeypatch, there_is_room):
+    away, sent = torch.device("meta"), []
+    factors = [factor(*size) for size in SIZES]
+    found = Piles(Task("eigen", tuple(range(len(factors))), tuple(factors), away)).solve()
+    to = Tensor.to
+
+    def watched(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        sent.append(tensor)
+        if not there_is_room:
+            raise torch.OutOfMemoryError
+        return to(tensor, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    for one, own in zip(found.sent(), factors, strict=True):
+        assert one.side.device == (away if there_is_room else own.device)
+        assert one.side.matrix is not None
+        assert one.side.matrix.shape == own.shape
+    assert len(sent) == len({size for _, size in SIZES})
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

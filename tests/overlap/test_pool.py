@@ -48,6 +48,19 @@ def test_as_many_threads_as_there_is_to_do_are_started_beside_those_that_wait() 
     pool.shutdown()
 
 
+def test_a_thread_that_waits_is_woken_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For more to do, and for the end: nobody waits until its patience is over."""
+    monkeypatch.setattr("natgrad.overlap.pool.PATIENCE", 1000.0)
+    pool = DaemonPool(1, torch_threads=1, name="test")
+    thread = pool.submit(threading.current_thread).result()
+    until(lambda: pool._work.idle == 1)
+    assert pool.submit(abs, -1).result(20) == 1
+    until(lambda: pool._work.idle == 1)
+    pool.shutdown(wait=False)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_a_thread_that_has_waited_long_enough_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("natgrad.overlap.pool.PATIENCE", 0.05)
     pool = DaemonPool(1, torch_threads=1, name="test")

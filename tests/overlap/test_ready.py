@@ -92,11 +92,11 @@ def test_one_that_has_become_too_old_is_waited_for(bound):
     waited = []
     result = Job.result
 
-    def waiting(job: Job, *arguments: Any) -> Any:
+    def waiting(job: Job, *arguments: Any, **options: Any) -> Any:
         waited.append(loop.kfac.steps)
         until(lambda: len(held.waiting) > 0)
         held.release()
-        return result(job, *arguments)
+        return result(job, *arguments, **options)
 
     with mock.patch.object(Job, "result", waiting):
         loop = Loop(0, 1, overlap=held, delay="ready", inv_update_steps=3, max_staleness=bound)
@@ -113,10 +113,10 @@ def test_a_bound_below_the_interval_waits_in_the_step_after_the_request():
     held = Held()
     result = Job.result
 
-    def waiting(job: Job, *arguments: Any) -> Any:
+    def waiting(job: Job, *arguments: Any, **options: Any) -> Any:
         until(lambda: len(held.waiting) > 0)
         held.release()
-        return result(job, *arguments)
+        return result(job, *arguments, **options)
 
     with mock.patch.object(Job, "result", waiting):
         loop = Loop(0, 1, overlap=held, delay="ready", inv_update_steps=4, max_staleness=2).run(5)

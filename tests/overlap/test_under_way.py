@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import natgrad
 from distribute.mixed import Loop, Mixed, close
+from natgrad.overlap.piles import Piles
 from overlap.executors import Erratic, Held, digest, fingerprint, until
 from overlap.test_staggered import Growing
 from ranks import run_on_ranks
@@ -125,6 +126,19 @@ def test_who_loads_without_a_delay_goes_on_without():
         again.kfac.load_state_dict(loop.kfac.state_dict())
         again.run(STEPS, skip=HALF)
         assert again.kfac.steps == STEPS
+
+
+def test_a_checkpoint_leaves_what_is_under_way_where_it_is(monkeypatch):
+    """Small solutions are sent in one piece when they are taken over, and not before."""
+    sent = []
+    own = Piles.sent
+    monkeypatch.setattr(Piles, "sent", lambda piles: sent.append(piles) or own(piles))
+    loop = Loop(0, 1, overlap=natgrad.Background("cpu", workers=1), **CASES[0]).run(HALF)
+    assert len(loop.kfac.state_dict()["under_way"]) == 1
+    assert sent == []
+    plain = Loop(0, 1, overlap=natgrad.Background("cpu", workers=1), **CASES[0]).run(STEPS)
+    assert len(sent) > 0
+    assert fingerprint(loop.run(STEPS, skip=HALF)) == fingerprint(plain)
 
 
 def test_who_loads_with_another_solver_decomposes_anew():

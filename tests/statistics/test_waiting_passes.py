@@ -117,6 +117,14 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done[-1] == "last"
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_one_tensor_that_kernels_cannot_read_is_enough_not_to_wait(place: int) -> None:
+    tensors = [torch.zeros(16) for _ in range(3)]
+    tensors[place] = torch.zeros(16)[1:]
+    nobody: Any = None  # who holds tensors is not asked
+    assert not passes.Pass._wait(nobody, Parts([], 0), tensors)
+
+
 def test_no_more_is_done_together_than_tables_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[list[int]] = []
 

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future, wait
 import torch
 from torch import Tensor
 
+from natgrad.overlap.piles import Piles
 from natgrad.overlap.places import Complain, Place, Solutions
 from natgrad.overlap.tasks import Task, cut
 from natgrad.precondition.preconditioner import Request
@@ -63,12 +64,16 @@ class Job:
         """Whether it is still being worked on."""
         return not self.lost and not all(future.done() for future in self._futures)
 
-    def result(self, complain: Complain) -> Solved:
-        """All solutions; what has failed, or does not come in time, is made here."""
+    def result(self, complain: Complain, *, stays: bool = False) -> Solved:
+        """All solutions; what has failed, or does not come in time, is made here. Those in the host's memory go to
+        where they are taken over, unless they are only looked at, and it all `stays` for later.
+        """
         if not self.lost:
             self.gave_up |= bool(wait(self._futures, timeout=max(0.0, self._until - time.monotonic())).not_done)
         for task, future in zip(self._tasks, self._futures, strict=True):
             found = self._result(task, future, complain)
+            if isinstance(found, Piles) and not stays:
+                found = found.sent()
             for key, one in zip(task.keys, found, strict=True):
                 _use_here(one.side)
                 self._solved.sides[key], self._solved.failed[key] = one.side, one.failed

@@ -105,15 +105,15 @@ class Jobs:
         ages = [step - solved[block.key].solved_at for block in job.request.scales if block.key in solved]
         return max(ages, default=0) >= bound
 
-    def _result(self, job: Job) -> Solved:
-        result = job.result(self._complaints.put)
+    def _result(self, job: Job, *, stays: bool = False) -> Solved:
+        result = job.result(self._complaints.put, stays=stays)
         if job.gave_up:
             self._place.close()  # its threads hang: the next request gets others
         return result
 
     def finish(self) -> list[tuple[Job, Solved]]:
         """Waits for everything, and takes nothing over: for a checkpoint."""
-        done = [(job, self._result(job)) for job in self._under_way]
+        done = [(job, self._result(job, stays=True)) for job in self._under_way]
         self._hear()
         return done
 

@@ -24,6 +24,26 @@ from natgrad.solve.solver import Side
 _SMALL = 2**19
 
 
+class _Room:
+    """Memory for matrices (stack, n, n), and after them for eigenvalues (stack, n), if there are any. Parts of a stack
+    have theirs in one piece: a GPU would wait for others, which are copied once more on the host.
+    """
+
+    def __init__(self, whole: Tensor, stack: int, size: int) -> None:
+        self.whole = whole
+        self._form = stack, size
+        entries = stack * size * size
+        self.matrices = whole[:entries].view(stack, size, size)
+        self.values = whole[entries:].view(stack, size) if whole.numel() > entries else None
+
+    def to(self, device: torch.device) -> _Room:
+        """There, or on its way there in one piece; where it is if there is no room for all of it."""
+        try:
+            return _Room(self.whole.to(device, non_blocking=True), *self._form)
+        except torch.OutOfMemoryError:
+            return self
+
+
 class Pile:
     """Dense factors (stack, n, n) of one size, and what comes of them, which is `pinned` where a GPU will take it."""
 
@@ -33,22 +53,22 @@ class Pile:
         self._size = factors[0].shape[-1]
         self._is_small = sum(factor.numel() for factor in factors) <= _SMALL
         self._stack = side_by_side(factors)
-        self._block = self._make_room() if self._is_small else None
+        self._room = self._make_room() if self._is_small else None
         self._solutions: list[Solution] | None = None
 
-    def _make_room(self) -> Tensor:
-        """For a matrix of each factor, with eigenvalues as one more row."""
-        rows = self._size + (self._solver == "eigen")
-        return host_memory((sum(self._lengths), rows, self._size), self._factors[0].dtype, pinned=self._pinned)
+    def _make_room(self) -> _Room:
+        stack, size = sum(self._lengths), self._size
+        length = stack * size * (size + (self._solver == "eigen"))
+        return _Room(host_memory((length,), self._factors[0].dtype, pinned=self._pinned), stack, size)
 
     def solve(self) -> None:
         """Decomposes; for a thread beside training."""
         stack = torch.cat(list(self._factors)) if self._stack is None else self._stack
-        if self._block is None:
-            self._block = self._make_room()
+        if self._room is None:
+            self._room = self._make_room()
         try:
             short = _eigen if self._solver == "eigen" else _inverse
-            good = short(stack, self._block)
+            good = short(stack, self._room)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # as one whole: which of them it was the ordinary way finds out
@@ -65,16 +85,14 @@ class Pile:
         ]
         return Solution(Side(*kept), solution.failed)
 
-    def solutions(self, device: torch.device) -> list[Solution]:
-        """One for each factor, once it is solved; small ones on this device, or on their way there."""
+    def solutions(self, device: torch.device | None) -> list[Solution]:
+        """One for each factor, once it is solved; small ones on their way to a `device`."""
         if self._solutions is not None:
             return self._solutions
-        assert self._block is not None, "it has been solved"
-        block = self._block.to(device, non_blocking=True) if self._is_small else self._block
-        matrices = block[:, : self._size].split(self._lengths)
-        values: Sequence[Tensor | None] = [None] * len(matrices)
-        if self._solver == "eigen":
-            values = block[:, self._size].split(self._lengths)
+        assert self._room is not None, "it has been solved"
+        room = self._room.to(device) if self._is_small and device is not None else self._room
+        matrices = room.matrices.split(self._lengths)
+        values = [None] * len(matrices) if room.values is None else room.values.split(self._lengths)
         return [
             Solution(Side(matrix, value), [False] * length)
             for matrix, value, length in zip(matrices, values, self._lengths, strict=True)
@@ -82,7 +100,9 @@ class Pile:
 
 
 class Piles(Sequence[Solution]):
-    """A task's factors by size. Once `solve` is over it is the sequence of the task's solutions."""
+    """A task's factors by size. Once `solve` is over it is the sequence of the task's solutions, which are in the
+    host's memory.
+    """
 
     def __init__(self, task: Task, *, pinned: bool = False) -> None:
         by_size: dict[int, list[int]] = {}
@@ -94,7 +114,6 @@ class Piles(Sequence[Solution]):
             for numbers in by_size.values()
         ]
         self._device = task.device
-        self._found: list[Solution] | None = None
 
     def solve(self) -> Piles:
         """Decomposes all factors; for a thread beside training."""
@@ -102,41 +121,41 @@ class Piles(Sequence[Solution]):
             pile.solve()
         return self
 
-    def _apart(self) -> list[Solution]:
-        if self._found is None:
-            found = [one for pile in self._piles for one in pile.solutions(self._device)]
-            by_number = dict(zip(self._numbers, found, strict=True))
-            self._found = [by_number[number] for number in range(len(found))]
-            self._piles = []
-        return self._found
+    def sent(self) -> list[Solution]:
+        """The solutions, small ones on their way to the task's device: for who takes them over now, on this stream."""
+        return self._apart(self._device)
+
+    def _apart(self, device: torch.device | None) -> list[Solution]:
+        found = [one for pile in self._piles for one in pile.solutions(device)]
+        by_number = dict(zip(self._numbers, found, strict=True))
+        return [by_number[number] for number in range(len(found))]
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Solution]:
-        return iter(self._apart())
+        return iter(self._apart(None))
 
     @overload
     def __getitem__(self, index: int) -> Solution: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Solution]: ...
     def __getitem__(self, index: int | slice) -> Solution | Sequence[Solution]:
-        return self._apart()[index]
+        return self._apart(None)[index]
 
 
-def _eigen(stack: Tensor, block: Tensor) -> bool:
-    """Eigenvectors, with eigenvalues below them; whether all is finite."""
-    size = stack.shape[-1]
-    values = block[:, size]
-    torch.linalg.eigh(stack, out=(values, block[:, :size]))
-    values.clamp_(min=0)
-    return math.isfinite(block.sum().item())
+def _eigen(stack: Tensor, room: _Room) -> bool:
+    """Eigenvectors and eigenvalues; whether all is finite."""
+    assert room.values is not None, "there are eigenvalues"
+    torch.linalg.eigh(stack, out=(room.values, room.matrices))
+    room.values.clamp_(min=0)
+    return math.isfinite(room.whole.sum().item())
 
 
-def _inverse(stack: Tensor, block: Tensor) -> bool:
+def _inverse(stack: Tensor, room: _Room) -> bool:
     """Inverses; whether all are finite."""
-    torch.cholesky_inverse(torch.linalg.cholesky(stack), out=block)
-    return math.isfinite(block.sum().item())
+    torch.cholesky_inverse(torch.linalg.cholesky(stack), out=room.matrices)
+    return math.isfinite(room.whole.sum().item())
 
 
 def side_by_side(factors: Sequence[Tensor]) -> Tensor | None:

@@ -142,7 +142,7 @@ class Threads:
     """
 
     name = "cpu"
-    # A thread takes the interpreter from training with every operation, some ten for each stack of factors.
+    # A thread takes the interpreter from training with every operation, a few for each stack of factors.
     piece = 2**22
 
     def __init__(self, options: Background, *, to_device: bool = False) -> None:
@@ -361,7 +361,7 @@ def _event(tasks: Sequence[Task]) -> torch.cuda.Event | None:
     return event
 
 
-def _on_the_host(piles: Piles, copied: torch.cuda.Event | None) -> Solutions:
+def _on_the_host(piles: Piles, copied: torch.cuda.Event | None) -> Piles:
     """Of factors in the host's memory, once copies are there; solutions stay there."""
     if copied is not None:
         copied.synchronize()
@@ -371,7 +371,7 @@ def _on_the_host(piles: Piles, copied: torch.cuda.Event | None) -> Solutions:
 def _on_the_host_and_back(piles: Piles, device: torch.device, copied: torch.cuda.Event | None) -> Solutions:
     found = _on_the_host(piles, copied)
     with _Beside(device, copied):
-        return _to_device(found, device)
+        return _to_device(found.sent(), device)
 
 
 def _on_the_device(task: Task, ready: torch.cuda.Event | None) -> Solutions:
