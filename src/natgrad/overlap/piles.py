@@ -1,10 +1,10 @@
 """Decompositions by threads of this process, in few operations.
 
 A thread takes the interpreter from training with every operation of its own, and gives it back later than training
-would like. So training's thread prepares what it can: factors of one size that lie beside each other are one stack, with
-memory for the result; and it takes the results apart. What is left for the thread is four operations a stack. Where one
-of them fails, or something is not finite, the thread does it the ordinary way, `natgrad.solve`. A large network's
-factors do not lie together, and are put together by the thread, whom each stack keeps busy for long.
+would like. So training's thread prepares what it can: factors of one size that lie beside each other are one stack,
+with memory for the result; and it takes the results apart. What is left for the thread is four operations a stack.
+Where one of them fails, or something is not finite, the thread does it the ordinary way, `natgrad.solve`. A large
+network's factors do not lie together, and are put together by the thread, whom each stack keeps busy for long.
 """
 
 from __future__ import annotations
