@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     COMPILE: {},  # the model is compiled
     "fast": {"overlap": "background", "stats_fraction": 0.5},
     "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
-    "fast/cpu": {"overlap": None, "stats_fraction": 1.0},  # the cores that would decompose are those that train
+    "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
 }
 EARLY = 10  # the step of the second decomposition, at the latest
 LONGEST_WARM_UP = 200  # steps that are waited for one that is made in the background
