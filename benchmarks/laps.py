@@ -64,6 +64,12 @@ def oldest(kfac: natgrad.KFAC) -> int:
     return max((last - member.solved_at for member in kfac._preconditioner.solved.values()), default=0)
 
 
+def decomposes(kfac: natgrad.KFAC) -> bool:
+    """Whether something is being decomposed beside training, or has been and is yet to be taken over."""
+    jobs = kfac._curvature.jobs
+    return jobs is not None and len(jobs) > 0
+
+
 def counters(kfac: natgrad.KFAC) -> dict[str, int]:
     """What K-FAC has counted, and the age of its decompositions now; waits for the device."""
     metrics = kfac.metrics()

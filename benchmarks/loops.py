@@ -2,9 +2,9 @@
 
 A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
 of its interval, after a warm-up that ends when the second decomposition is in use. SGD takes its turns before, after
-(long ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels. Where
-decompositions are made in the background the loop is not interrupted: they would go on while SGD has its turn, for
-nothing. Targets are drawn anew in every step.
+(long ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels; but
+not while decompositions are made in the background: they would go on while SGD has its turn, for nothing. Targets are
+drawn anew in every step.
 
 Times of single steps are those between events on the training stream, which nobody waits for; the mean is that of the
 whole wall time.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.laps import Laps, background_ended, counters, differences, oldest
+from benchmarks.laps import Laps, background_ended, counters, decomposes, differences, oldest
 from benchmarks.timing import Intervals
 from benchmarks.workloads import Device, Trainer, Workload, failing_into
 
@@ -40,7 +40,6 @@ EARLY = 10  # the step of the second decomposition, at the latest
 LONGEST_WARM_UP = 200  # steps that are waited for one that is made in the background
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
 STRETCH = {"cpu": 10, "cuda": 100}
-_SYNCHRONOUS = (None, "staggered")  # overlaps that leave nothing to do while SGD has its turn
 # Seconds of SGD's turns before and after a loop, at least, as far as half the loop's steps go. Hosts are slow for
 # seconds at a time: a shorter turn would meet such a stretch, or miss it, where a loop has its share.
 LONG_TURN = {"cpu": 0.0, "cuda": 3.0}
@@ -99,14 +98,10 @@ class Contender:
     def _early(self) -> int:
         return max(self.intervals.factor, min(self.intervals.inverse, EARLY))
 
-    def stretches(self, steps: int, device: Device) -> list[int]:
-        """How many steps between SGD's turns; together whole periods, with the right number of each kind of step."""
+    def length(self, steps: int) -> int:
+        """At least so many steps: whole periods, with the right number of each kind of step."""
         period = self.intervals.inverse
-        total = math.ceil(steps / period) * period
-        if way_options(self.way, self.solver, device).get("overlap") not in _SYNCHRONOUS:
-            return [total]
-        each = STRETCH[device.torch.type]
-        return [min(each, total - start) for start in range(0, total, each)]
+        return math.ceil(steps / period) * period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,16 +250,17 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
     before, compiled_before = sgd.latest, sgd.latest_compiled
     work.device.settle()
     loop = _Loop(work, resident=work.device.allocated() - work.data_bytes)
-    turns = [before]
-    stretches = contender.stretches(settings.steps, work.device)
+    turns, stretches = [before], list[int]()
+    left, each = contender.length(settings.steps), STRETCH[work.device.torch.type]
     with background_ended():
         trainer = contender.trainer(work)
         try:
             _warm_up(contender, trainer, work)
-            for number, length in enumerate(stretches):
-                if number:
-                    turns.append(sgd.turn(max(1, min(settings.sgd_steps, length // 2))))
-                loop.run(trainer, length)
+            while left:
+                if stretches:
+                    turns.append(sgd.turn(max(1, min(settings.sgd_steps, each // 2, left // 2))))
+                stretches.append(loop.run(trainer, least=min(each, left), most=left))
+                left -= stretches[-1]
             assert trainer.kfac is not None, "contenders have one"
             counted, state = counters(trainer.kfac), trainer.kfac.report().bytes
         finally:
@@ -315,23 +311,27 @@ class _Loop:
         self.ages: list[int] = []
         self.peak: int | None = None
 
-    def run(self, trainer: Trainer, steps: int) -> None:
+    def run(self, trainer: Trainer, *, least: int, most: int) -> int:
+        """So many steps, whose number is returned: more than `least` while something is decomposed beside them."""
         device, kfac = self._work.device, trainer.kfac
         assert kfac is not None, "contenders have one"
         laps = Laps(device)
         device.reset_peak()
         start, cores = device.now(), time.process_time()
         laps.mark()
-        for _ in range(steps):
+        steps = 0
+        while steps < least or (steps < most and decomposes(kfac)):
             step(trainer, self._work)
             laps.mark()
             self.ages.append(oldest(kfac))
+            steps += 1
         self.seconds += device.now() - start
         self.cores += time.process_time() - cores
         self.ms += [round(1e3 * seconds, 3) for seconds in differences(laps.seconds())]
         peak = device.peak()
         if peak is not None:
             self.peak = max(self.peak or 0, peak - self._resident)
+        return steps
 
 
 def measure_loops(

@@ -10,11 +10,13 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from benchmarks import lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks import laps, lines, loops, pictures, profiles, records, step_cost, table
 from benchmarks.lines import Line, chosen_lines
 from benchmarks.loops import Contender, LoopSettings, Measured, Repeat
 from benchmarks.timing import Intervals
 from benchmarks.workloads import Configuration, Device, Trainer, Workload
+
+import natgrad
 
 CPU = Device("cpu")
 TINY = Configuration(model="tiny", batch=4, precision="fp32")
@@ -89,16 +91,45 @@ def test_options_of_ways_add_up(monkeypatch):
         loops.chosen_ways("quick", compiled=False)
 
 
-def test_sgd_has_its_turns_in_between_but_not_while_something_runs_in_the_background():
+def test_loops_are_whole_periods():
     rare, often = Intervals(factor=10, inverse=100), Intervals(factor=1, inverse=10)
-    assert Contender(solver="eigen", way="plain", intervals=rare).stretches(30, CPU) == [10] * 10
-    assert Contender(solver="eigen", way="staggered", intervals=Intervals(factor=1, inverse=12)).stretches(20, CPU) == [
-        10,
-        10,
-        4,
-    ]
-    assert Contender(solver="eigen", way="background", intervals=rare).stretches(301, CPU) == [400]
+    assert Contender(solver="eigen", way="background", intervals=rare).length(301) == 400
+    assert Contender(solver="eigen", way="plain", intervals=Intervals(factor=1, inverse=12)).length(20) == 24
     assert [Contender(solver="eigen", way="plain", intervals=each).warm_up for each in (rare, often)] == [20, 20]
+
+
+@pytest.mark.parametrize("way", ["plain", "staggered", "background"])
+def test_sgd_has_its_turns_in_between_but_not_while_something_is_decomposed_beside(monkeypatch, way):
+    """Here it is for two steps of four that begin with a request."""
+    monkeypatch.setitem(loops.STRETCH, "cpu", 5)
+    beside = {"overlap": natgrad.Background("cpu"), "delay": 2}
+    monkeypatch.setitem(loops.WAYS, "background", beside)
+    lengths, run = [], loops._Loop.run
+
+    def watched(self, trainer, *, least, most):
+        lengths.append(run(self, trainer, least=least, most=most))
+        assert least <= lengths[-1] <= most
+        assert lengths[-1] == most or not laps.decomposes(trainer.kfac)
+        return lengths[-1]
+
+    monkeypatch.setattr(loops._Loop, "run", watched)
+    turns, turn = [], loops.Baseline.turn
+
+    def counted(self, steps=None):
+        turns.append(steps)
+        return turn(self, steps)
+
+    monkeypatch.setattr(loops.Baseline, "turn", counted)
+    contender = Contender(solver="eigen", way=way, intervals=Intervals(factor=1, inverse=4))
+    found = loops.measure_loops(Workload(TINY, CPU), [contender], LoopSettings(steps=20, sgd_steps=2, repeats=1))[0]
+    assert found.error is None
+    assert sum(lengths) == len(found.repeats[0].ms) == 20
+    # The first to know its peak, the second and the last around the loop.
+    assert len(turns) == 3 + len(lengths) - 1
+    if way == "background":
+        assert any(length > 5 for length in lengths)
+    else:
+        assert lengths == [5, 5, 5, 5]
 
 
 def test_the_warm_up_has_two_decompositions_in_it():
