@@ -32,10 +32,11 @@ _EARLY = 4  # the last step that decomposes while a loop warms up
 _NEVER = 1_000_000_000
 # Decomposes without end, with a low priority, as threads beside training do.
 _BUSY = """
-import os, torch
+import os, sys, torch
 os.setpriority(os.PRIO_PROCESS, 0, 10)
 torch.set_num_threads(1)
-rows = torch.randn(577, 577)
+size = int(sys.argv[1])
+rows = torch.randn(size, size)
 while True:
     torch.linalg.eigh(rows @ rows.mT)
 """
@@ -97,11 +98,11 @@ def loops(*, solver: str, factor: int, inverse: int, fraction: float, busy: int)
     return found
 
 
-def measure(loop: Loop, work: Workload, sgd: Trainer, *, steps: int) -> Found:
-    """Between two turns of SGD."""
+def measure(loop: Loop, work: Workload, sgd: Trainer, *, steps: int, busy_size: int) -> Found:
+    """Between two turns of SGD. `busy_size` is that of the matrices that others decompose."""
     turn = max(1, steps // 3)
     before = mean_ms(sgd, work, turn)
-    with background_ended(), kept_busy(loop.busy):
+    with background_ended(), kept_busy(loop.busy, busy_size):
         trainer = sgd if loop.kfac is None else Trainer(work, kfac=loop.kfac)
         try:
             with torch.autograd.set_multithreading_enabled(not loop.one_thread):
@@ -143,9 +144,9 @@ def phases(trainer: Trainer, work: Workload) -> list[float]:
 
 
 @contextmanager
-def kept_busy(processes: int) -> Iterator[None]:
-    """So many cores, by others."""
-    others = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(processes)]
+def kept_busy(processes: int, size: int) -> Iterator[None]:
+    """So many cores, by others, with matrices of this size."""
+    others = [subprocess.Popen([sys.executable, "-c", _BUSY, str(size)]) for _ in range(processes)]
     try:
         if others:
             time.sleep(10)  # they import torch
@@ -182,6 +183,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--inverse", type=int, default=10, help="steps between decompositions (default %(default)s)")
     add("--fraction", type=float, default=0.5, help="stats_fraction (default %(default)s)")
     add("--busy", type=int, default=0, help="cores that others keep busy in two more loops (default %(default)s)")
+    add("--busy-size", type=int, default=577, help="of the matrices that they decompose (default %(default)s)")
     add("--steps", type=int, default=200, help="of a loop (default %(default)s)")
     add("--device", default="cuda" if gpu else "cpu")
     return parser
@@ -191,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = arguments()
     given = parser.parse_args(argv)
-    if min(given.steps, given.batch, given.factor, given.inverse) < 1 or given.busy < 0:
-        parser.error("--steps, --batch, --factor and --inverse are at least 1, --busy at least 0")
+    if min(given.steps, given.batch, given.factor, given.inverse, given.busy_size) < 1 or given.busy < 0:
+        parser.error("--steps, --batch, --factor, --inverse and --busy-size are at least 1, --busy at least 0")
     device = Device(given.device)
     device.set_precision(given.precision)
     work = Workload(
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     found = []
     for loop in some:
-        found.append(measure(loop, work, sgd, steps=given.steps))
+        found.append(measure(loop, work, sgd, steps=given.steps, busy_size=given.busy_size))
         print(text_table([HEADER, found[-1].cells()]).splitlines()[-1], flush=True)
     print("\n" + text_table([HEADER, *(one.cells() for one in found)]))
     busy = device_busy(sgd, work)
