@@ -102,6 +102,28 @@ def test_all_ways_to_correlations_agree(
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [
+        ("GenuineIntel", "AVX512", Way.SPECTRAL),
+        ("AuthenticAMD", "AVX512", Way.GRADIENT),
+        ("AuthenticAMD", "AVX2", Way.SPECTRAL),
+        (None, "DEFAULT", Way.SPECTRAL),
+    ],
+)
+def test_products_are_left_to_others_where_they_are_slow(
+    vendor: str | None, capability: str, expected: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correlation.processor, "entry", lambda name: vendor if name == "vendor_id" else None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    correlation._gradient_price.cache_clear()
+    try:
+        ways = correlation._ways((Axis(32, 3, 1, 1, 1),) * 2, 128, 16)
+    finally:
+        correlation._gradient_price.cache_clear()
+    assert min(ways, key=lambda way: way[0])[1] is expected
+
+
 @pytest.mark.parametrize("way", [Way.SHIFTED, Way.SPECTRAL])
 def test_signals_by_each_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from natgrad import processor
 from natgrad.cores import available_cores
 
 from .files import write_text_atomically
@@ -124,12 +125,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_name() -> str | None:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return next(iter(names), None) or platform.processor() or platform.machine() or None
+    return processor.entry("model name") or platform.processor() or platform.machine() or None
 
 
 def _memory() -> int | None:
