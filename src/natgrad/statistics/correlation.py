@@ -142,6 +142,13 @@ def price(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> int:
     elements = math.prod(axis.kernel for axis in axes)
     total = min(price for price, _ in _ways(axes, cases, channels))
     total += COPY * (channels * elements) ** 2 + 2 * CALL
+    if depth == 0 and are_narrow(axes):
+        total += len(_half(axes)) * (channels * elements) ** 2
+        for border in borders(axes):
+            own = len(border.members) * cases
+            total += min(price for price, _ in _ways(border.axes, own, channels)) if border.axes else CALL
+            total += len(border.members) * len(_half(border.axes)) * (channels * elements) ** 2
+        return total
     for _, alike, parts in missing(axes):
         total += min(price for price, _ in _strip_ways(parts, len(alike) * cases, channels, depth))
     return total
@@ -214,6 +221,8 @@ def correlated(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0) -
     """`second_moment` for visible axes, as (groups, kernel, kernel, C / groups, C / groups): all places that see a
     pixel, less those that are not there.
     """
+    if depth == 0 and are_narrow(axes):
+        return _with_borders(x, axes, groups)
     cases, channels = x.shape[0] * groups, x.shape[1] // groups
     kernel = tuple(axis.kernel for axis in axes)
     found = _correlations(x, axes, groups).index_select(1, _differences(kernel, x.device))
@@ -244,22 +253,122 @@ def _differences(kernel: tuple[int, ...], device: torch.device) -> Tensor:
     return index.flatten().to(device)
 
 
-def _taps(axes: Sequence[Axis]) -> list[int]:
-    """How many differences of kernel offsets there are on each axis, without the negative ones on the axis that has
-    most: they are transposes.
+@dataclass(frozen=True)
+class Border:
+    """Parts of the image that places beyond it see with one kernel element an axis: faces, edges, corners. `axes` are
+    those along which they run, complete; each of `members` is where it is in the image, by axis: the index of a pixel,
+    and of the kernel's element that can be on it, or None.
     """
+
+    axes: tuple[Axis, ...]
+    members: tuple[tuple[tuple[int, int] | None, ...], ...]
+
+
+def are_narrow(axes: tuple[Axis, ...]) -> bool:
+    """Whether what visible axes miss of being complete sees one pixel with one element, at each of their ends."""
+    return all((strip.axis.pixels, strip.axis.kernel) == (1, 1) for axis in axes for strip in strips(axis))
+
+
+@lru_cache(maxsize=1024)
+def borders(axes: tuple[Axis, ...]) -> tuple[Border, ...]:
+    """Of narrow axes. Those that run along equal axes come together."""
+    found: dict[tuple[Axis, ...], list[tuple[tuple[int, int] | None, ...]]] = {}
+    ends = [(None, *((strip.crop.start, strip.elements.start) for strip in strips(axis))) for axis in axes]
+    for member in product(*ends):
+        along = tuple(axis.complete for axis, end in zip(axes, member, strict=True) if end is None)
+        if any(end is not None for end in member):
+            found.setdefault(along, []).append(member)
+    return tuple(Border(along, tuple(members)) for along, members in found.items())
+
+
+def _with_borders(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """`correlated` for narrow axes. A place is there where none of its axes is beyond the image: the sum over complete
+    axes, less that along each border, plus that along each border of a border. One product adds all of them up.
+    """
+    cases, channels = x.shape[0], x.shape[1] // groups
+    sums = _with_transposes(_halves(x, axes, groups), axes, groups)
+    for border in borders(axes):
+        parts = [x[(..., *(slice(None) if end is None else end[0] for end in member))] for member in border.members]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if border.axes:
+            found = _halves(part, border.axes, len(parts) * groups)
+        else:
+            rows = part.view(cases, len(parts) * groups, channels).permute(1, 2, 0)
+            found = (rows @ rows.mT).unsqueeze(1)
+        sums += _with_transposes(found, border.axes, groups)
+    # Channels first: the factor's order, (channel, element) twice, is then that of memory nearly.
+    together = torch.cat(sums, 1).flatten(2).mT @ _signs(axes, x.dtype, x.device)
+    elements = math.prod(axis.kernel for axis in axes)
+    return together.view(groups, channels, channels, elements, elements).permute(0, 3, 4, 1, 2)
+
+
+def _with_transposes(found: Tensor, axes: Sequence[Axis], groups: int) -> list[Tensor]:
+    """`_halves` of some members, and the transposes that they lack, each as (groups, members · differences, ...)."""
+    both = [found, found[:, _own(axes) :].mT] if axes else [found]
+    return [part.unflatten(0, (-1, groups)).transpose(0, 1).flatten(1, 2) for part in both]
+
+
+@lru_cache(maxsize=64)
+def _signs(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """How often each sum of `_with_borders` counts for each pair of kernel elements, (sums, kernel²)."""
+    whole: tuple[None, ...] = (None,) * len(axes)
+    columns: dict[tuple[tuple[tuple[int, int] | None, ...], tuple[int, ...]], int] = {}
+    for along, members in ((axes, (whole,)), *((border.axes, border.members) for border in borders(axes))):
+        half = _half(along)
+        for some in (half, [tuple(-d for d in difference) for difference in half[_own(along) :]] if along else []):
+            columns |= {pair: len(columns) + number for number, pair in enumerate(product(members, some))}
+    result = torch.zeros(len(columns), *2 * [axis.kernel for axis in axes], dtype=dtype)
+    for (member, difference), column in columns.items():
+        ranges, left = [], list(difference)
+        for axis, end in zip(axes, member, strict=True):
+            if end is None:
+                d = left.pop(0)
+                ranges.append([(k, k + d) for k in range(max(0, -d), axis.kernel - max(0, d))])
+            else:
+                ranges.append([(end[1], end[1])])
+        for pairs in product(*ranges):
+            first, second = zip(*pairs, strict=True)
+            result[(column, *first, *second)] = (-1) ** (len(axes) - len(difference))
+    return result.flatten(1).to(device)
+
+
+def _own(axes: Sequence[Axis]) -> int:
+    """How many of `_half` are there with their negative ones: they come first."""
+    return len(_half(axes)) // axes[_halved(axes)].kernel
+
+
+def _half(axes: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """Differences of kernel offsets, without the negative ones on the first axis that has any: they are transposes."""
+    if not axes:
+        return [()]
+    half = _halved(axes)
+    ranges = [range(0 if i == half else 1 - axis.kernel, axis.kernel) for i, axis in enumerate(axes)]
+    return list(product(*ranges))
+
+
+def _taps(axes: Sequence[Axis]) -> list[int]:
+    """How many of them there are on each axis."""
     half = _halved(axes)
     return [axis.kernel if i == half else 2 * axis.kernel - 1 for i, axis in enumerate(axes)]
 
 
 def _halved(axes: Sequence[Axis]) -> int:
-    return max(range(len(axes)), key=lambda i: axes[i].kernel)
+    return next((i for i, axis in enumerate(axes) if axis.kernel > 1), 0)
 
 
 def _correlations(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
     """(groups, differences, C / groups, C / groups): for each difference d of offsets, 2 · kernel − 1 an axis, the sum
     over cases and pixels u of x[u] x[u + d]ᵀ.
     """
+    found = _halves(x, axes, groups)
+    half, channels = _halved(axes), found.shape[-1]
+    sums = found.view(groups, *_taps(axes), channels, channels)
+    negative = sums.narrow(1 + half, 1, axes[half].kernel - 1).flip(list(range(1, 1 + len(axes)))).mT
+    return torch.cat([negative, sums], dim=1 + half).flatten(1, len(axes))
+
+
+def _halves(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """The same for the differences in `_half`."""
     _, way = min(_ways(axes, x.shape[0] * groups, x.shape[1] // groups), key=lambda one: one[0])
     make = {Way.SHIFTED: _by_shifts, Way.GRADIENT: _by_gradient, Way.SPECTRAL: _by_frequency}[way]
     return make(x, axes, groups)
@@ -273,16 +382,16 @@ def _by_shifts(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
     rows[(slice(None), slice(None), *(slice(axis.pixels) for axis in axes))] = x.transpose(0, 1)
     rows = rows.view(groups, channels, -1)
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    differences = product(*(range(1 - axis.kernel, axis.kernel) for axis in axes))
-    offsets = [
-        sum(d * axis.dilation * stride for d, axis, stride in zip(difference, axes, strides, strict=True))
-        for difference in differences
-    ]
-    result = x.new_empty(groups, len(offsets), channels, channels)
-    for i in range(len(offsets) // 2, len(offsets)):
-        one = rows[..., : rows.shape[2] - offsets[i]] @ rows[..., offsets[i] :].mT
-        result[:, i] = one
-        result[:, len(offsets) - 1 - i] = one.mT
+    half = {difference: number for number, difference in enumerate(_half(axes))}
+    result = x.new_empty(groups, len(half), channels, channels)
+    for difference, number in half.items():
+        transpose = half.get(tuple(-d for d in difference), number)
+        if transpose < number:  # it is there
+            result[:, number] = result[:, transpose].mT
+            continue
+        offset = sum(d * axis.dilation * stride for d, axis, stride in zip(difference, axes, strides, strict=True))
+        ends = rows[..., : rows.shape[2] - abs(offset)], rows[..., abs(offset) :]
+        result[:, number] = ends[0] @ ends[1].mT if offset >= 0 else ends[1] @ ends[0].mT
     return result
 
 
@@ -318,14 +427,12 @@ def _waves(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> 
     def interleaved(first: Tensor, second: Tensor) -> Tensor:
         return torch.stack([first, second], 1).flatten(0, 1)
 
-    def differences(axis: Axis) -> Tensor:
-        return axis.dilation * torch.arange(1 - axis.kernel, axis.kernel)
-
     first = axes[0] if len(axes) == 2 else Axis(1, 1, 1, 0, 0)
+    offsets = torch.tensor([(0, *difference)[-2:] for difference in _half(axes)])
+    offsets = offsets * torch.tensor([first.dilation, axes[-1].dilation])
     along = angles(True, torch.arange(axes[-1].pixels))
     across = angles(False, torch.arange(first.pixels))
-    back = angles(True, differences(axes[-1]))[:, None, None, :] + angles(False, differences(first))[:, :, None]
-    back = back.flatten(0, 1).flatten(1).mT
+    back = (angles(True, offsets[:, 1])[:, None] + angles(False, offsets[:, 0])).flatten(0, 1).mT
     scale = 2 / (rows * columns)
     matrices = (
         interleaved(along.cos(), -along.sin()),
@@ -368,7 +475,7 @@ def _by_frequency(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
 
 
 def _by_gradient(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
-    """As a weight gradient, with the negative differences of one axis as transposes of the others."""
+    """As a weight gradient."""
     half = _halved(axes)
     padding = [0 if i == half else axis.reach for i, axis in enumerate(axes)]
     dilation = [axis.dilation for axis in axes]
@@ -393,9 +500,7 @@ def _by_gradient(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
         groups,
         (False, True, False),
     )[1]
-    sums = result.reshape(groups, channels, channels, *taps[-len(axes) :])
-    negative = sums.narrow(3 + half, 1, axes[half].kernel - 1).flip(list(range(3, 3 + len(axes)))).transpose(1, 2)
-    return torch.cat([negative, sums], dim=3 + half).flatten(3).permute(0, 3, 1, 2)
+    return result.reshape(groups, channels, channels, -1).permute(0, 3, 1, 2)
 
 
 def _lengthened(x: Tensor, axis: int, zeros: int, layout: torch.memory_format) -> Tensor:
