@@ -33,8 +33,9 @@ CALL = 5_000_000
 # Weight gradients of few channels a group cost as much as this many.
 _CHANNELS = 16
 # A multiply-add of a weight gradient where products are slow, see `_gradient_price`. On an AMD EPYC with AVX-512 the
-# way that is chosen is at most a tenth slower than the best one for 31 of 33 shapes, 15 % for the worst; with 1 for 27.
-_FAST_GRADIENT = 0.6
+# way that is chosen is at most a tenth slower than the best one for 30 of 33 shapes, and on average by 2 %; with 1 for
+# 14, and by 47 %.
+_FAST_GRADIENT = 0.36
 # On the CPU patches are made for so few cases at a time that the memory of the last ones is used again: fresh pages for
 # all at once took half as long as the product.
 PATCH_ELEMENTS = 2**22
@@ -168,7 +169,9 @@ def _ways(axes: tuple[Axis, ...], cases: int, channels: int) -> list[tuple[int, 
         height = axes[0].pixels if len(axes) == 2 else 1
         transforms = columns * (height * (axes[-1].pixels + COPY) + rows * (2 * height + COPY))
         products = rows * columns * (3 * wide // 2)
-        back = rows * columns * taps * channels**2
+        sums = rows * columns * channels**2  # real and imaginary ones
+        passes = -(-cases * channels * rows * columns // SPECTRUM_ELEMENTS)
+        back = sums * (math.prod(_taps(axes)) + passes * COPY // 2)
         found.append((cases * channels * (transforms + products) + back + 2 * CALL, Way.SPECTRAL))
     return found
 
