@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from natgrad.statistics import correlation
-from natgrad.statistics.correlation import Axis, Way
+from natgrad.statistics import correlation, ways
 from natgrad.statistics.operations import Convolution
+from natgrad.statistics.ways import Axis, Way
 
 
 def convolution(
@@ -49,8 +49,8 @@ def unfolded(conv: Convolution, x: Tensor) -> Tensor:
 @pytest.fixture(params=["as it is", "correlations of strips", "patches of strips"])
 def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Small images would have the borders always done by patches."""
-    calls = {"as it is": correlation.CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
-    monkeypatch.setattr(correlation, "CALL", calls[request.param])
+    calls = {"as it is": ways.CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
+    monkeypatch.setattr(ways, "CALL", calls[request.param])
     correlation.price.cache_clear()
     yield
     correlation.price.cache_clear()
@@ -82,8 +82,8 @@ def test_all_ways_to_correlations_agree(
     kernel: tuple[int, int], dilation: int, way: Way, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
-    monkeypatch.setattr(correlation, "SPECTRUM_ELEMENTS", 1000)  # several parts
+    monkeypatch.setattr(ways, "costs", lambda *_: [(0, way)])
+    monkeypatch.setattr(ways, "SPECTRUM_ELEMENTS", 1000)  # several parts
     for size in ((9, 8), (4, 13), (1, 1)):
         x = torch.randn(5, 2 * groups, *size).double()
         axes = axes_of(convolution(kernel, padding=1, dilation=dilation), x)
@@ -102,6 +102,47 @@ def test_all_ways_to_correlations_agree(
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+NARROW = [
+    ((3,), 1, 1),
+    ((2,), 0, 2),
+    ((3, 3), 1, 1),
+    ((3, 3), 1, 2),
+    ((2, 2), 1, 1),
+    ((1, 3), (0, 1), 1),
+    ((3, 2), (1, 0), 1),
+]
+NARROW += [((3, 3, 3), 1, 1), ((2, 3, 1), (0, 1, 0), 2)]
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize(("kernel", "padding", "groups"), NARROW)
+def test_borders_of_one_pixel_are_added_up(
+    kernel: tuple[int, ...], padding: Any, groups: int, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way is Way.SPECTRAL and len(kernel) > 2:
+        pytest.skip("Fourier coefficients are of one or two axes")
+    torch.manual_seed(0)
+    monkeypatch.setattr(ways, "costs", lambda *_: [(0, way)])
+    monkeypatch.setattr(correlation, "missing", None)  # nobody asks for it
+    conv = convolution(kernel, padding=padding, groups=groups)
+    for size in ((5, 4, 6), (4, 4, 4), (2, 3, 2)):
+        x = torch.randn(3, 2 * groups, *size[: len(kernel)]).double()
+        if min(conv.places(x.shape)) < 1:
+            continue
+        assert correlation.are_narrow(tuple(axis.visible for axis in axes_of(conv, x)))
+        moment = correlation.second_moment(x, axes_of(conv, x), groups)
+        torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-12, atol=1e-12)
+
+
+def test_borders_along_equal_axes_come_together() -> None:
+    square, oblong = (Axis(8, 3, 1, 1, 1),) * 2, (Axis(8, 3, 1, 1, 1), Axis(9, 3, 1, 1, 1))
+    assert [len(border.members) for border in correlation.borders(square)] == [4, 4]
+    assert sorted(len(border.members) for border in correlation.borders(oblong)) == [2, 2, 4]
+    assert correlation.borders((Axis(8, 1, 1, 0, 0),) * 2) == ()
+    assert not correlation.are_narrow((Axis(8, 5, 1, 2, 2),))
+    assert not correlation.are_narrow((Axis(8, 3, 2, 2, 2),))
+
+
 @pytest.mark.parametrize(
     ("vendor", "capability", "expected"),
     [
@@ -114,14 +155,14 @@ def test_all_ways_to_correlations_agree(
 def test_products_are_left_to_others_where_they_are_slow(
     vendor: str | None, capability: str, expected: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(correlation.processor, "entry", lambda name: vendor if name == "vendor_id" else None)
+    monkeypatch.setattr(ways.processor, "entry", lambda name: vendor if name == "vendor_id" else None)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    correlation._gradient_price.cache_clear()
+    ways._gradient_price.cache_clear()
     try:
-        ways = correlation._ways((Axis(32, 3, 1, 1, 1),) * 2, 128, 16)
+        found = ways.costs((Axis(32, 3, 1, 1, 1),) * 2, 128, 16)
     finally:
-        correlation._gradient_price.cache_clear()
-    assert min(ways, key=lambda way: way[0])[1] is expected
+        ways._gradient_price.cache_clear()
+    assert min(found, key=lambda way: way[0])[1] is expected
 
 
 @pytest.mark.parametrize("way", [Way.SHIFTED, Way.SPECTRAL])
@@ -130,7 +171,7 @@ def test_signals_by_each_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     conv = convolution((4,), padding=1, dilation=2, groups=2)
     x = torch.randn(3, 4, 15).double()
     expected = by_patches(conv, x)
-    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
+    monkeypatch.setattr(ways, "costs", lambda *_: [(0, way)])
     torch.testing.assert_close(conv._correlated(x, homogeneous=False), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -162,7 +203,7 @@ def test_equals_the_patch_path(
     x = torch.randn(shape).double()
     with pytest.MonkeyPatch.context() as patch:
         if cheap_calls:
-            patch.setattr(correlation, "CALL", -(10**9))
+            patch.setattr(ways, "CALL", -(10**9))
         correlation.price.cache_clear()
         factor = conv._correlated(x, homogeneous=homogeneous)
     correlation.price.cache_clear()
@@ -258,7 +299,7 @@ def test_input_factors_use_it_where_it_pays(dtype: torch.dtype, monkeypatch: pyt
 def test_small_eigenvalues_stay(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taking the strips away from what is much larger must not cost more digits than the product itself does."""
     torch.manual_seed(0)
-    monkeypatch.setattr(correlation, "_ways", lambda *_: [(0, way)])
+    monkeypatch.setattr(ways, "costs", lambda *_: [(0, way)])
     x = torch.rand(32, 8, 10, 10) + 3  # a large mean: one large eigenvalue
     conv = convolution((3, 3))
     exact = by_patches(conv, x.double())

@@ -24,6 +24,7 @@ from natgrad.launches import COUNTABLE
 from natgrad.statistics import correlation, gpu, phases
 from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
+from natgrad.statistics.ways import Axis
 
 # Patches are made for as many cases at a time as fit here, so that a factor step needs little memory beyond
 # training's own.
@@ -245,9 +246,9 @@ class Convolution:
         count = x.shape[0] * math.prod(self.places(x.shape))
         return bordered(moment, self._summed_patches(x).sum(1), count)
 
-    def _axes(self, x: Tensor) -> tuple[correlation.Axis, ...]:
+    def _axes(self, x: Tensor) -> tuple[Axis, ...]:
         geometry = zip(x.shape[2:], self.kernel, self.dilation, self.padding, self.padding, strict=True)
-        return tuple(correlation.Axis(*numbers) for numbers in geometry)
+        return tuple(Axis(*numbers) for numbers in geometry)
 
     def _phased(self, x: Tensor) -> tuple[phases.Phased, ...]:
         geometry = zip(x.shape[2:], self.kernel, self.stride, self.padding, strict=True)

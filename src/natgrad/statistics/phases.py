@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.statistics import correlation
+from natgrad.statistics import correlation, ways
 from natgrad.statistics.gram import accumulation_dtype
+from natgrad.statistics.ways import Axis
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Phased:
         return max(0, min(self.pixels, (self.places - 1) * self.stride + self.kernel - self.padding))
 
     @property
-    def axis(self) -> correlation.Axis:
+    def axis(self) -> Axis:
         """Of each phase."""
         first = -(self.padding // -self.stride)
         kernel = (self.kernel - 1 - self.padding) // self.stride + first + 1
         pixels = -(self.seen // -self.stride)
-        return correlation.Axis(pixels, kernel, 1, first, self.places + kernel - 1 - pixels - first)
+        return Axis(pixels, kernel, 1, first, self.places + kernel - 1 - pixels - first)
 
     @property
     def elements(self) -> list[tuple[int, int]]:
@@ -62,10 +63,10 @@ def pays(x: Tensor, axes: tuple[Phased, ...], groups: int) -> bool:
         return False
     cases, channels = x.shape[0] * groups, x.shape[1] // groups
     visible = tuple(axis.axis.visible for axis in axes)
-    copied = cases * channels * math.prod(axis.seen for axis in axes) * correlation.COPY
+    copied = cases * channels * math.prod(axis.seen for axis in axes) * ways.COPY
     price = copied + correlation.price(visible, cases, channels * math.prod(axis.stride for axis in axes), 0)
     size = channels * math.prod(axis.kernel for axis in axes)
-    patches = cases * math.prod(axis.places for axis in axes) * size * (size + correlation.COPY) + 2 * correlation.CALL
+    patches = cases * math.prod(axis.places for axis in axes) * size * (size + ways.COPY) + 2 * ways.CALL
     return price < patches
 
 
