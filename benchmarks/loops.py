@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.laps import Laps, background_ended, counters, decomposes, differences, oldest
 from benchmarks.timing import Intervals
 from benchmarks.workloads import Device, Trainer, Workload, failing_into
+from natgrad import Background
 
 COMPILE = "compile"
 # The options of KFAC in each way. "fast/inverse", "fast/cpu", "fast/cuda" and "fast/cuda/inverse" would add to "fast"
@@ -33,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "staggered": {"overlap": "staggered"},
     COMPILE: {},  # the model is compiled
     "fast": {"overlap": "background", "stats_fraction": 0.5},
+    "one-worker": {"overlap": Background(workers=1)},  # for networks that are bound by the host
     "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
     "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
 }
