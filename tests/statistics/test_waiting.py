@@ -41,6 +41,7 @@ def test_together_or_each_alone(held: int, channels_last: bool, half: bool, monk
         monkeypatch.undo()
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         monkeypatch.setattr(waiting, "_HELD", held)
+        monkeypatch.setattr(waiting, "_FIRST", held // 4)
         together = factors(channels_last=channels_last, half=half)
     finally:
         torch.set_float32_matmul_precision(before)

@@ -91,6 +91,7 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where too much waits, only works whose results are smaller than their tensors are done before the end."""
     _install(monkeypatch, inputs=True, outputs=True)
     monkeypatch.setattr(waiting_of, "_HELD", 1000)
+    monkeypatch.setattr(waiting_of, "_FIRST", 1000)
     done: list[str] = []
 
     def work(name: str, results: int) -> Fake:
@@ -115,6 +116,48 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     put(own, work("last", 1000), 1)
     own.flush()
     assert done[-1] == "last"
+
+
+def turns(own: waiting_of.Waiting, layers: int) -> list[int]:
+    """How many layers of 100 bytes are done in each turn of a backward pass."""
+    waits, found = 0, []
+    for _ in range(layers):
+        put(own, Fake(lambda tensors: tensors[0]), 25)
+        waits += 1
+        if own.is_full:
+            assert own.flush(everything=False)
+            found.append(waits)
+            waits = 0
+    own.flush()
+    return [*found, waits]
+
+
+def test_little_waits_at_first_and_twice_as_much_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most half of the first more than the activations of what is done, which the backward pass has freed."""
+    _install(monkeypatch, inputs=True, outputs=True)
+    monkeypatch.setattr(waiting_of, "_HELD", 1000)
+    monkeypatch.setattr(waiting_of, "_FIRST", 200)
+    own = waiting_of.Waiting()
+    for _ in range(2):  # each pass begins with little
+        assert turns(own, 40) == [3, 5, 9, 11, 11, 1]
+
+
+def test_what_would_not_make_room_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is room at all: it waits to the end, when activations are gone."""
+    _install(monkeypatch, inputs=True, outputs=True)
+    monkeypatch.setattr(waiting_of, "_HELD", 1000)
+    monkeypatch.setattr(waiting_of, "_FIRST", 200)
+    own = waiting_of.Waiting()
+    for _ in range(7):
+        put(own, Fake(lambda tensors: tensors[0], 10**6), 25)
+        assert not own.is_full
+    put(own, Fake(lambda tensors: tensors[0]), 25)
+    assert not own.is_full
+    put(own, Fake(lambda tensors: tensors[0]), 50)
+    assert own.is_full
+    assert own.flush(everything=False)
+    assert own
+    assert not own.is_full
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -24,6 +24,10 @@ from natgrad.statistics.vectors import ByChannel, Vector
 
 # What may wait, in bytes.
 _HELD = 2**28
+# What may wait that makes room when it is done, the first time; then twice as much each time, up to `_HELD`. Half of it
+# are activations, which autograd would have freed by then: when it is done, the backward pass has freed as much as
+# waits, but for half of the first.
+_FIRST = 2**26
 # Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
 _RESULTS = 2**29
 _version = attrgetter("_version")
@@ -149,6 +153,8 @@ class Waiting:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._held = 0
+        self._shrinking = 0  # of that
+        self._room = _FIRST
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -156,7 +162,7 @@ class Waiting:
     @property
     def is_full(self) -> bool:
         """Whether it is time to `flush`."""
-        return self._held > _HELD
+        return self._shrinking > self._room or self._held > _HELD
 
     @property
     def device(self) -> torch.device:
@@ -167,17 +173,19 @@ class Waiting:
         """Holds on to tensors."""
         self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream_of(tensors[0].device)))
         self._held += parts.bytes
+        self._shrinking += 0 if parts.grows else parts.bytes
 
     def flush(self, *, everything: bool = True) -> bool:
         """Does all works at once, those of each device; unless it is `everything`, those that make room only. False
         where somebody has written into tensors that waited: their moments are NaN.
         """
         entries, self._entries = self._entries, []
-        if not everything:
-            shrinking = [entry for entry in entries if not entry.parts.grows]
-            if sum(entry.parts.bytes for entry in shrinking) > _HELD // 2:  # else all of them have to go
-                entries, self._entries = shrinking, [entry for entry in entries if entry.parts.grows]
+        if not everything and self._shrinking > self._room // 2:  # else all of them have to go
+            self._entries = [entry for entry in entries if entry.parts.grows]
+            entries = [entry for entry in entries if not entry.parts.grows]
         self._held = sum([entry.parts.bytes for entry in self._entries])
+        self._shrinking = 0
+        self._room = _FIRST if everything else min(2 * self._room, _HELD)
         intact = True
         for device in dict.fromkeys([entry.tensors[0].device for entry in entries]):
             there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
