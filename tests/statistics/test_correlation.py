@@ -332,3 +332,27 @@ def test_long_kernels(padding: int) -> None:
     x = torch.randn(1, 1, 1300).double()
     moment = correlation.second_moment(x, axes_of(conv, x), 1)
     torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kernel", "padding"), [((301,), 300), ((301,), 299), ((9, 8), 8), ((5, 5, 5), 3)])
+def test_borders_of_long_kernels_are_not_added_up(
+    kernel: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix that does it grows with the cube of the kernel: it would be 218 MB for 301 elements."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(correlation, "_signs", None)  # nobody asks for it
+    conv = convolution(kernel, padding=padding)
+    x = torch.randn(2, 1, *(310,) if len(kernel) == 1 else (6,) * len(kernel)).double()
+    moment = correlation.second_moment(x, axes_of(conv, x), 1)
+    torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-11, atol=1e-11)
+
+
+def test_how_large_the_matrix_is_that_adds_borders_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, padding, _ in NARROW:
+        conv = convolution(kernel, padding=padding)
+        axes = axes_of(conv, torch.empty(1, 1, *(5,) * len(kernel)))
+        elements = correlation._signs(axes, torch.float32, torch.device("cpu")).numel()
+        monkeypatch.setattr(correlation, "_SIGNS", elements)
+        assert correlation.are_narrow(axes)
+        monkeypatch.setattr(correlation, "_SIGNS", elements - 1)
+        assert not correlation.are_narrow(axes)

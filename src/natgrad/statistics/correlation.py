@@ -28,6 +28,9 @@ from natgrad.statistics.ways import Axis
 # On the CPU patches are made for so few cases at a time that the memory of the last ones is used again: fresh pages for
 # all at once took half as long as the product.
 PATCH_ELEMENTS = 2**22
+# Elements of the matrix that adds borders up, which grows with the cube of the kernel: 3 × 3 × 3's is as large as this.
+# That of a signal's kernel of 600 elements would be 1.7 GB.
+_SIGNS = 2**18
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,14 @@ class Border:
 
 
 def are_narrow(axes: tuple[Axis, ...]) -> bool:
-    """Whether what visible axes miss of being complete sees one pixel with one element, at each of their ends."""
-    return all((strip.axis.pixels, strip.axis.kernel) == (1, 1) for axis in axes for strip in strips(axis))
+    """Whether what visible axes miss of being complete sees one pixel with one element, at each of their ends, and the
+    kernel is small enough for `_with_borders`. Complete axes miss nothing.
+    """
+    ends = [[strip.axis for strip in strips(axis)] for axis in axes]
+    sums = math.prod(2 * axis.kernel - 1 + len(own) for axis, own in zip(axes, ends, strict=True))
+    if sums * math.prod(axis.kernel for axis in axes) ** 2 > _SIGNS:
+        return False
+    return all((end.pixels, end.kernel) == (1, 1) for own in ends for end in own)
 
 
 @lru_cache(maxsize=1024)
