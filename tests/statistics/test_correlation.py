@@ -51,9 +51,9 @@ def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """Small images would have the borders always done by patches."""
     calls = {"as it is": ways.CALL, "correlations of strips": -(10**9), "patches of strips": 10**9}
     monkeypatch.setattr(ways, "CALL", calls[request.param])
-    correlation.price.cache_clear()
+    correlation.cheapest.cache_clear()
     yield
-    correlation.price.cache_clear()
+    correlation.cheapest.cache_clear()
 
 
 @pytest.mark.usefixtures("prices")
@@ -123,6 +123,7 @@ def test_borders_of_one_pixel_are_added_up(
         pytest.skip("Fourier coefficients are of one or two axes")
     torch.manual_seed(0)
     monkeypatch.setattr(ways, "costs", lambda *_: [(0, way)])
+    monkeypatch.setattr(correlation, "cheapest", lambda *_: (0, True))
     monkeypatch.setattr(correlation, "missing", None)  # nobody asks for it
     conv = convolution(kernel, padding=padding, groups=groups)
     for size in ((5, 4, 6), (4, 4, 4), (2, 3, 2)):
@@ -141,6 +142,24 @@ def test_borders_along_equal_axes_come_together() -> None:
     assert correlation.borders((Axis(8, 1, 1, 0, 0),) * 2) == ()
     assert not correlation.are_narrow((Axis(8, 5, 1, 2, 2),))
     assert not correlation.are_narrow((Axis(8, 3, 2, 2, 2),))
+
+
+@pytest.mark.parametrize(
+    ("padding", "size", "cases", "channels", "expected"),
+    [
+        (1, 32, 128, 16, True),
+        (1, 8, 128, 64, True),
+        (1, 4, 64, 256, False),
+        (1, 4, 32, 512, False),
+        (2, 8, 128, 64, False),  # nothing is missing
+    ],
+)
+def test_borders_are_added_up_where_sums_are_small(
+    padding: int, size: int, cases: int, channels: int, expected: bool
+) -> None:
+    axes = (Axis(size, 3, 1, padding, padding),) * 2
+    assert correlation.are_narrow(axes)
+    assert correlation.cheapest(axes, cases, channels, 0)[1] is expected
 
 
 @pytest.mark.parametrize(
@@ -204,9 +223,9 @@ def test_equals_the_patch_path(
     with pytest.MonkeyPatch.context() as patch:
         if cheap_calls:
             patch.setattr(ways, "CALL", -(10**9))
-        correlation.price.cache_clear()
+        correlation.cheapest.cache_clear()
         factor = conv._correlated(x, homogeneous=homogeneous)
-    correlation.price.cache_clear()
+    correlation.cheapest.cache_clear()
     torch.testing.assert_close(factor, by_patches(conv, x, homogeneous=homogeneous), rtol=1e-12, atol=1e-12)
 
 
@@ -332,3 +351,27 @@ def test_long_kernels(padding: int) -> None:
     x = torch.randn(1, 1, 1300).double()
     moment = correlation.second_moment(x, axes_of(conv, x), 1)
     torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kernel", "padding"), [((301,), 300), ((301,), 299), ((9, 8), 8), ((5, 5, 5), 3)])
+def test_borders_of_long_kernels_are_not_added_up(
+    kernel: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix that does it grows with the cube of the kernel: it would be 218 MB for 301 elements."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(correlation, "_signs", None)  # nobody asks for it
+    conv = convolution(kernel, padding=padding)
+    x = torch.randn(2, 1, *(310,) if len(kernel) == 1 else (6,) * len(kernel)).double()
+    moment = correlation.second_moment(x, axes_of(conv, x), 1)
+    torch.testing.assert_close(moment, by_patches(conv, x), rtol=1e-11, atol=1e-11)
+
+
+def test_how_large_the_matrix_is_that_adds_borders_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, padding, _ in NARROW:
+        conv = convolution(kernel, padding=padding)
+        axes = axes_of(conv, torch.empty(1, 1, *(5,) * len(kernel)))
+        elements = correlation._signs(axes, torch.float32, torch.device("cpu")).numel()
+        monkeypatch.setattr(correlation, "_SIGNS", elements)
+        assert correlation.are_narrow(axes)
+        monkeypatch.setattr(correlation, "_SIGNS", elements - 1)
+        assert not correlation.are_narrow(axes)

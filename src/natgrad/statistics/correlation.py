@@ -28,6 +28,9 @@ from natgrad.statistics.ways import Axis
 # On the CPU patches are made for so few cases at a time that the memory of the last ones is used again: fresh pages for
 # all at once took half as long as the product.
 PATCH_ELEMENTS = 2**22
+# Elements of the matrix that adds borders up, which grows with the cube of the kernel: 3 × 3 × 3's is as large as this.
+# That of a signal's kernel of 600 elements would be 1.7 GB.
+_SIGNS = 2**18
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,25 @@ def pays(x: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     return price(tuple(axis.visible for axis in axes), cases, channels, 0) < _patch_price(axes, cases, channels)
 
 
-@lru_cache(maxsize=1024)
 def price(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> int:
     """Of `correlated`, for all of a group's cases."""
-    elements = math.prod(axis.kernel for axis in axes)
-    total = ways.price(axes, cases, channels)
-    total += ways.COPY * (channels * elements) ** 2 + 2 * ways.CALL
-    if depth == 0 and are_narrow(axes):
-        total += len(ways.differences(axes)) * (channels * elements) ** 2
-        for border in borders(axes):
-            total += ways.price(border.axes, len(border.members) * cases, channels)
-            total += len(border.members) * len(ways.differences(border.axes)) * (channels * elements) ** 2
-        return total
-    for _, alike, parts in missing(axes):
-        total += min(price for price, _ in _strip_ways(parts, len(alike) * cases, channels, depth))
-    return total
+    return cheapest(axes, cases, channels, depth)[0]
+
+
+@lru_cache(maxsize=1024)
+def cheapest(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> tuple[int, bool]:
+    """What `correlated` costs, and whether that is with borders added up: sums of few channels are small."""
+    squared = (channels * math.prod(axis.kernel for axis in axes)) ** 2
+    always = ways.price(axes, cases, channels) + ways.COPY * squared + 2 * ways.CALL
+    strip_prices = (
+        min(price for price, _ in _strip_ways(parts, len(alike) * cases, channels, depth))
+        for _, alike, parts in missing(axes)
+    )
+    if depth > 0 or not are_narrow(axes):
+        return always + sum(strip_prices), False
+    by_borders = _sums(axes) * squared
+    by_borders += sum(ways.price(border.axes, len(border.members) * cases, channels) for border in borders(axes))
+    return min((always + by_borders, True), (always + sum(strip_prices), False))
 
 
 def _strip_ways(axes: tuple[Axis, ...], cases: int, channels: int, depth: int) -> list[tuple[int, bool]]:
@@ -141,9 +148,10 @@ def correlated(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0) -
     """`second_moment` for visible axes, as (groups, kernel, kernel, C / groups, C / groups): all places that see a
     pixel, less those that are not there.
     """
-    if depth == 0 and are_narrow(axes):
-        return _with_borders(x, axes, groups)
     cases, channels = x.shape[0] * groups, x.shape[1] // groups
+    _, by_borders = cheapest(axes, cases, channels, depth)
+    if by_borders:
+        return _with_borders(x, axes, groups)
     kernel = tuple(axis.kernel for axis in axes)
     found = _correlations(x, axes, groups).index_select(1, _differences(kernel, x.device))
     elements = math.prod(kernel)
@@ -185,8 +193,17 @@ class Border:
 
 
 def are_narrow(axes: tuple[Axis, ...]) -> bool:
-    """Whether what visible axes miss of being complete sees one pixel with one element, at each of their ends."""
+    """Whether what visible axes miss of being complete sees one pixel with one element, at each of their ends, and the
+    kernel is small enough for `_with_borders`. Complete axes miss nothing.
+    """
+    if _sums(axes) * math.prod(axis.kernel for axis in axes) ** 2 > _SIGNS:
+        return False
     return all((strip.axis.pixels, strip.axis.kernel) == (1, 1) for axis in axes for strip in strips(axis))
+
+
+def _sums(axes: tuple[Axis, ...]) -> int:
+    """How many sums `_with_borders` adds up for each pair of channels: on each axis all differences, and the ends."""
+    return math.prod(2 * axis.kernel - 1 + len(list(strips(axis))) for axis in axes)
 
 
 @lru_cache(maxsize=1024)
