@@ -10,7 +10,7 @@ _FILE = Path("/proc/cpuinfo")  # Linux
 
 @cache
 def entry(name: str) -> str | None:
-    """What the system says of the first core under a name: "model name", "vendor_id"; None where it says nothing."""
+    """What the system says of a core under a name: "model name", "vendor_id"; None where it says nothing of any."""
     try:
         lines = _FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

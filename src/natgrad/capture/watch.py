@@ -59,6 +59,15 @@ def compiled_wrapper(model: nn.Module) -> nn.Module | None:
     return model if "_orig_mod" in model._modules else None
 
 
+def is_copied(model: nn.Module) -> bool:
+    """Whether DataParallel runs copies of the model on several GPUs."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            return True
+        model = model.module
+    return False
+
+
 class Watch:
     """Whether the next passes are observed, and every hook that this needs.
 
@@ -77,6 +86,7 @@ class Watch:
 
         self._observer: Observer = observer
         self._compiled = compiled_wrapper(model)
+        self._copied = is_copied(model)
         self._eager = ForceEager()
         self._thread = CallingThread()
         self._forward: RemovableHandle | None = None
@@ -120,7 +130,7 @@ class Watch:
         """A pass of parameters on these devices is about to be tapped. Several GPUs keep their threads: a single one
         would launch the work of one GPU after that of the other.
         """
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+        if not self._copied and len(devices) == 1 and next(iter(devices)).type == "cuda":
             self._thread.claim()
 
     def disarm(self) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from natgrad.launches import HOST
 from natgrad.statistics import ways
 from natgrad.statistics.gram import accumulation_dtype
 from natgrad.statistics.ways import Axis
@@ -172,9 +173,9 @@ def correlated(x: Tensor, axes: tuple[Axis, ...], groups: int, depth: int = 0) -
 @lru_cache(maxsize=64)
 def _differences(kernel: tuple[int, ...], device: torch.device) -> Tensor:
     """For all pairs of kernel elements k and k' where k' − k is among the differences, all axes flattened."""
-    index = torch.zeros((), dtype=torch.int64).expand([1] * 2 * len(kernel))
+    index = torch.zeros((), dtype=torch.int64, device=HOST).expand([1] * 2 * len(kernel))
     for i, size in enumerate(kernel):
-        elements = torch.arange(size)
+        elements = torch.arange(size, device=HOST)
         own = elements - elements[:, None] + size - 1
         shape = [size if axis in (i, len(kernel) + i) else 1 for axis in range(2 * len(kernel))]
         index = index * (2 * size - 1) + own.view(shape)
@@ -257,7 +258,7 @@ def _signs(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> 
         transposed = [tuple(-d for d in difference) for difference in found[ways.paired(along) :]]
         for some in (found, transposed):
             columns |= {pair: len(columns) + number for number, pair in enumerate(product(members, some))}
-    result = torch.zeros(len(columns), *2 * [axis.kernel for axis in axes], dtype=dtype)
+    result = torch.zeros(len(columns), *2 * [axis.kernel for axis in axes], dtype=dtype, device=HOST)
     for (member, difference), column in columns.items():
         ranges, left = [], list(difference)
         for axis, end in zip(axes, member, strict=True):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from natgrad.launches import HOST
 from natgrad.statistics import correlation, ways
 from natgrad.statistics.gram import accumulation_dtype
 from natgrad.statistics.ways import Axis
@@ -77,12 +78,12 @@ def second_moment(x: Tensor, axes: tuple[Phased, ...], groups: int) -> Tensor:
     if any(short):
         x = functional.pad(x, [zeros for end in reversed(short) for zeros in (0, end)])
     cases, channels = x.shape[0], x.shape[1] // groups
+    size = math.prod(axis.stride for axis in axes)
     split = x.reshape(*x.shape[:2], *(n for axis in axes for n in (axis.axis.pixels, axis.stride)))
     order = [*range(3, split.dim(), 2), *range(2, split.dim(), 2)]
-    images = split.permute(0, 1, *order).reshape(cases, -1, *(axis.axis.pixels for axis in axes))
+    images = split.permute(0, 1, *order).reshape(cases, x.shape[1] * size, *(axis.axis.pixels for axis in axes))
     pairs = correlation.correlated(images, tuple(axis.axis.visible for axis in axes), groups)
     offsets, phases = _elements(axes, x.device)
-    size = math.prod(axis.stride for axis in axes)
     pairs = pairs.view(*pairs.shape[:3], channels, size, channels, size).permute(1, 4, 2, 6, 0, 3, 5)
     # (kernel, kernel, groups, channels, channels)
     some = pairs[offsets[:, None], phases[:, None], offsets, phases]
@@ -93,9 +94,9 @@ def second_moment(x: Tensor, axes: tuple[Phased, ...], groups: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _elements(axes: tuple[Phased, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Offset and phase of each element of the kernel, all axes flattened."""
-    offsets = phases = torch.zeros(1, dtype=torch.int64)
+    offsets = phases = torch.zeros(1, dtype=torch.int64, device=HOST)
     for axis in axes:
-        offset, phase = torch.tensor(axis.elements).unbind(1)
+        offset, phase = torch.tensor(axis.elements, device=HOST).unbind(1)
         offsets = (offsets[:, None] * axis.axis.kernel + offset).flatten()
         phases = (phases[:, None] * axis.stride + phase).flatten()
     return offsets.to(device), phases.to(device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from natgrad import processor
+from natgrad.launches import HOST
 
 # Prices, in multiply-adds of a good matrix product (measured on one AVX-512 core, float32): to copy an
 # element into a patch or a layout, and to call an operator.
@@ -186,17 +187,17 @@ def _waves(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> 
     def angles(odd: bool, places: Tensor) -> Tensor:
         # In whole numbers up to a turn: exact also for many pixels.
         period = columns if odd else rows
-        turns = 2 * torch.arange(period // 2) + 1 if odd else 2 * torch.arange(period)
+        turns = 2 * torch.arange(period // 2, device=HOST) + 1 if odd else 2 * torch.arange(period, device=HOST)
         return ((turns[:, None] * places) % (2 * period)).double() * (math.pi / period)
 
     def interleaved(first: Tensor, second: Tensor) -> Tensor:
         return torch.stack([first, second], 1).flatten(0, 1)
 
     first = axes[0] if len(axes) == 2 else Axis(1, 1, 1, 0, 0)
-    offsets = torch.tensor([(0, *difference)[-2:] for difference in differences(axes)])
-    offsets = offsets * torch.tensor([first.dilation, axes[-1].dilation])
-    along = angles(True, torch.arange(axes[-1].pixels))
-    across = angles(False, torch.arange(first.pixels))
+    offsets = torch.tensor([(0, *difference)[-2:] for difference in differences(axes)], device=HOST)
+    offsets = offsets * torch.tensor([first.dilation, axes[-1].dilation], device=HOST)
+    along = angles(True, torch.arange(axes[-1].pixels, device=HOST))
+    across = angles(False, torch.arange(first.pixels, device=HOST))
     back = (angles(True, offsets[:, 1])[:, None] + angles(False, offsets[:, 0])).flatten(0, 1).mT
     scale = 2 / (rows * columns)
     matrices = (
@@ -221,7 +222,7 @@ def _by_frequency(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
     sums: tuple[Tensor, Tensor] | None = None
     for part in x.split(at_once):
         images = part.shape[0] * part.shape[1]
-        half = (waves.along @ part.reshape(images * height, -1).mT).view(-1, 2, images, height)
+        half = (waves.along @ part.reshape(images * height, axes[-1].pixels).mT).view(-1, 2, images, height)
         whole = torch.matmul(waves.real, half[:, 0].mT)
         whole.baddbmm_(waves.imaginary.expand(len(whole), -1, -1), half[:, 1].mT)
         z = whole.view(frequencies, 2 * part.shape[0], groups, channels).transpose(1, 2).flatten(0, 1)
