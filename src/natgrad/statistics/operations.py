@@ -14,14 +14,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
+from itertools import product
 from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from natgrad.launches import COUNTABLE
+from natgrad.launches import COUNTABLE, HOST
 from natgrad.statistics import correlation, gpu, phases
+from natgrad.statistics.combs import combs
 from natgrad.statistics.gram import accumulation_dtype, bordered, second_moment
 from natgrad.statistics.rank_one import rank_one
 from natgrad.statistics.ways import Axis
@@ -216,6 +218,8 @@ class Convolution:
             return [self._gpu_factor(saved[0], homogeneous=homogeneous)]
         if saved[0].device.type == "cpu" and not diagonal[0] and self._correlates(saved[0]):
             return [self._correlated(saved[0], homogeneous=homogeneous)]
+        if self.transposed and not diagonal[0]:
+            return [self._combed(saved[0], homogeneous=homogeneous)]
         total = None
         for part in self._chunks(saved[0]):
             moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
@@ -273,6 +277,26 @@ class Convolution:
         count = x.shape[0] * math.prod(self.places(x.shape))
         return moment if sums is None else bordered(moment, sums, count)
 
+    def _combed(self, x: Tensor, *, homogeneous: bool) -> Tensor:
+        """The factor of a transposed convolution from those of its combs; other elements never meet.
+
+        4 × 4 with stride 2, two cores: batch 64, 64 channels of 16² 19 ms, patches 545; 256 channels of 4² 86, 621. And
+        2 × 2 with stride 2, batch 16, 64 channels of 32² 1.3, 55.
+        """
+        channels, elements = x.shape[1] // self.groups, math.prod(self.kernel)
+        dtype = accumulation_dtype(x.dtype)
+        moment = x.new_zeros(self.groups, channels, elements, channels, elements, dtype=dtype)
+        pairs = moment.permute(2, 4, 0, 1, 3)
+        for comb in _all_combs(self, x.shape[2:], x.device):
+            own = comb.convolution.input_factors([_padded(x, comb.margins)], homogeneous=False, diagonal=[False])[0]
+            size = math.prod(comb.convolution.kernel)
+            own = own.view(self.groups, channels, size, channels, size).permute(2, 4, 0, 1, 3)
+            pairs[comb.elements[:, :, None], comb.elements[:, None, :]] = own
+        moment = moment.view(self.groups, channels * elements, channels * elements)
+        if not homogeneous:
+            return moment
+        return bordered(moment, self._summed_patches(x).sum(1), x.shape[0] * math.prod(self.places(x.shape)))
+
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel)."""
         return self._summed_patches(x) / math.prod(self.places(x.shape))
@@ -292,11 +316,11 @@ class Convolution:
         else:
             visits = _all_visits(replace(self, groups=1), tuple(size), x.dtype, x.device)
             if x.stride(1) != 1 or channels == 1:
-                sums = _wide_product(x.reshape(cases * channels, -1), visits.mT, dtype)
+                sums = _wide_product(x.reshape(cases * channels, math.prod(size)), visits.mT, dtype)
             else:  # channels last: each case is (pixels, channels)
                 pixels = x.flatten(2).mT
                 sums = _wide_product(visits.expand(cases, -1, -1), pixels, dtype).mT
-        return sums.reshape(cases, self.groups, -1).transpose(0, 1)
+        return sums.reshape(cases, self.groups, channels // self.groups * math.prod(self.kernel)).transpose(0, 1)
 
     def visits(self, axis: int, size: int) -> Tensor:
         """(kernel, pixels) along one axis: whether some output place has this kernel element on this pixel."""
@@ -368,6 +392,41 @@ def _padded(x: Tensor, margins: list[tuple[int, int]]) -> Tensor:
     if not any(before or after for before, after in margins):
         return x
     return functional.pad(x, [margin for pair in reversed(margins) for margin in pair])
+
+
+@dataclass(frozen=True)
+class _Combs:
+    """Combs of a transposed convolution that see the same: as a convolution of the input with zeros around it."""
+
+    convolution: Convolution
+    margins: list[tuple[int, int]]
+    elements: Tensor  # (combs, elements of the small kernel), in the whole kernel
+
+
+@lru_cache(maxsize=64)
+def _all_combs(convolution: Convolution, size: torch.Size, device: torch.device) -> list[_Combs]:
+    """Of all axes together."""
+    c, axes = convolution, len(size)
+    places = c.places(torch.Size((1, 1, *size)))
+    each = map(combs, size, places, c.kernel, c.stride, c.padding, c.dilation)
+    found = []
+    for along in product(*(own.items() for own in each)):
+        elements = torch.zeros(1, 1, dtype=torch.int64, device=HOST)
+        for (_, own), kernel in zip(along, c.kernel, strict=True):
+            index = torch.tensor(own, device=HOST)
+            elements = (elements[:, None, :, None] * kernel + index[:, None, :]).flatten(2).flatten(0, 1)
+        ends = [comb for comb, _ in along]
+        small = Convolution(
+            tuple(comb.kernel for comb in ends),
+            (1,) * axes,
+            tuple(comb.padding for comb in ends),
+            tuple(comb.dilation for comb in ends),
+            False,
+            (0,) * axes,
+            c.groups,
+        )
+        found.append(_Combs(small, [comb.margins for comb in ends], elements.to(device)))
+    return found
 
 
 @lru_cache(maxsize=64)  # two dozen launches a layer, and the same in every statistics step
