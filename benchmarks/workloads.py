@@ -7,7 +7,7 @@ import ctypes
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -157,6 +157,17 @@ def keep_memory() -> None:
         allocator.mallopt(_M_TRIM_THRESHOLD, _MOST)
 
 
+def kept_by_graphs(segments: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes that nobody else gets and that count as free: what a graph frees while it is captured stays its own. Of a
+    snapshot of torch's allocator.
+    """
+    own = [segment for segment in segments if tuple(segment["segment_pool_id"]) != _EVERYBODYS]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
+
+
+_EVERYBODYS = (0, 0)  # the pool that is no graph's
+
+
 class Device:
     """A torch device, with a clock and a memory gauge. On the CPU there is no gauge, and memory is kept."""
 
@@ -187,8 +198,10 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def peak(self) -> int | None:
-        """Most bytes in use at a time since `reset_peak`."""
-        return torch.cuda.max_memory_allocated(self.torch) if self.is_cuda else None
+        """Most bytes in use at a time since `reset_peak`, and what CUDA graphs keep for when they run."""
+        if not self.is_cuda:
+            return None
+        return torch.cuda.max_memory_allocated(self.torch) + kept_by_graphs(torch.cuda.memory_snapshot())
 
     def set_precision(self, precision: str) -> None:
         """Process-wide. By the older switches: torch refuses to answer about them once the newer ones were used."""

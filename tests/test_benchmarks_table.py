@@ -14,7 +14,7 @@ from benchmarks import laps, lines, loops, pictures, profiles, records, step_cos
 from benchmarks.lines import Line, chosen_lines
 from benchmarks.loops import Contender, LoopSettings, Measured, Repeat
 from benchmarks.timing import Intervals
-from benchmarks.workloads import Configuration, Device, Trainer, Workload
+from benchmarks.workloads import Configuration, Device, Trainer, Workload, kept_by_graphs
 
 import natgrad
 
@@ -179,6 +179,12 @@ def test_a_summary_by_hand():
     one.repeats = [repeat(peak_bytes=None, sgd_peak_bytes=None, compiled_ms=None)]
     assert not {"peak_ratio", "memory_beyond", "compiled_ratio"} & set(one.summary())
     assert loops.rows([one])[1][1:4] == ["3.00", "2.00", "1.500"]
+
+
+def test_what_a_graph_frees_is_still_its_own():
+    everybodys = {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10}
+    graphs = {"segment_pool_id": (0, 1), "total_size": 50, "allocated_size": 20}
+    assert kept_by_graphs([everybodys, graphs, graphs]) == 60
 
 
 def test_lines_are_those_of_the_device():

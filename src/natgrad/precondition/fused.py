@@ -7,7 +7,8 @@ four kernels (`natgrad.precondition.kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -89,14 +90,19 @@ class _Piece:
     """One parameter in a stack: its numbers for the kernels, how many programs it has, and its class of kernels."""
 
     name: str
-    numbers: tuple[int, ...]  # from `rows` on
+    numbers: tuple[int, ...]  # from `entry` on
     entries: int
     options: tuple[tuple[str, Any], ...]
 
     @property
+    def elements(self) -> int:
+        _, rows, columns, *_ = self.numbers
+        return self.entries * rows * columns
+
+    @property
     def programs(self) -> int:
         options: dict[str, int] = dict(self.options)
-        rows, columns = self.numbers[:2]
+        _, rows, columns, *_ = self.numbers
         return self.entries * -(-rows // options["ROWS"]) * -(-columns // options["COLUMNS"])
 
 
@@ -120,8 +126,8 @@ def _piece(stack: Stack, layout: Layout, gradient: Tensor, entry: int, column: i
     return _Piece(
         layout.name,
         (
-            *(rows, columns, start, by_entry, by_row),
-            *(steps.start, steps.by_entry, steps.by_row, steps.elements, steps.by_block, steps.by_element, entry),
+            *(entry, rows, columns, start, by_entry, by_row),
+            *(steps.start, steps.by_entry, steps.by_row, steps.elements, steps.by_block, steps.by_element),
         ),
         entries,
         (
@@ -171,8 +177,7 @@ class Memory:
         self.pointers = [0] * slots
         self._device = device
         self._sent = torch.zeros(slots, dtype=torch.int64, device=device) if lasting else None
-        # What no piece fills, padding and parameters without a gradient, stays zero.
-        self.matrices = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes]
+        self.matrices = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
 
     def sent(self) -> Tensor:
         """The pointers, on the device."""
@@ -186,13 +191,17 @@ class Memory:
 
 
 # The slots of a stack, from its first one on.
-_MATRIX, _DIRECTION, _SCALE, _ROTATED, _ROW_VALUES, _COLUMN_VALUES = range(6)
-_OF_A_STACK = 6
+_MATRIX, _SCALE, _ROW_VALUES, _COLUMN_VALUES = range(4)
+_OF_A_STACK = 4
 
 
 class Fused:
-    """See the module. Slots: the gradients, and for each stack its matrices, directions, scales and, in the eigenbasis,
-    coefficients and the values of rows and columns; then learning rates.
+    """See the module. Slots: the gradients, and for each stack its matrices, scales and, in the eigenbasis, the values
+    of rows and columns; then learning rates.
+
+    A stack's matrices are gradients at first, then their coefficients in the eigenbasis, and directions in the end: all
+    of it happens in their place, but for one product on the way. Gradients are still where they were, until directions
+    take their place.
     """
 
     def __init__(self, stacks: Sequence[Stack], pieces: Sequence[Sequence[_Piece]], solver: str, rule: str) -> None:
@@ -201,6 +210,7 @@ class Fused:
         self.names = list(dict.fromkeys(piece.name for own in pieces for piece in own))
         self._pieces = pieces
         self._missing = [_missing(stack, own) for stack, own in zip(stacks, pieces, strict=True)]
+        self._filled = [_is_filled(stack, own) for stack, own in zip(stacks, pieces, strict=True)]
         slot = {name: number for number, name in enumerate(self.names)}
         self._rates_at = len(self.names) + _OF_A_STACK * len(stacks)
         # Kernels by class: each with its pieces' numbers and programs.
@@ -210,7 +220,7 @@ class Fused:
             first = self._of(number)
             for piece in own:
                 rows, programs = classes.setdefault(piece.options, ([], []))
-                slots = (slot[piece.name], first + _MATRIX, first + _DIRECTION, first + _SCALE, rate)
+                slots = (slot[piece.name], first + _MATRIX, first + _SCALE, rate)
                 rows.append((*slots, *piece.numbers))
                 programs.append(piece.programs)
                 rate += 1
@@ -242,7 +252,7 @@ class Fused:
             of = self._of(number)
             aligned = 4 if padded_columns % 4 == 0 else 1
             tile = (1024, 1) if columns == 1 else (32, 128)
-            slots = (of + _ROTATED, of + _ROW_VALUES, of + _COLUMN_VALUES, of + _SCALE)
+            slots = (of + _MATRIX, of + _ROW_VALUES, of + _COLUMN_VALUES, of + _SCALE)
             some, programs = classes.setdefault((aligned, *tile), ([], []))
             some.append((*slots, columns, rows, padded_columns, 0, padded_rows * padded_columns, padded_columns))
             programs.append(count * -(-rows // tile[0]) * -(-padded_columns // tile[1]))
@@ -276,19 +286,20 @@ class Fused:
         pointers = memory.pointers
         self.find(gradients, pointers)
         lam = damping if isinstance(damping, Tensor) else numbers([damping], self._device)
-        kept = self._place_rates(pointers, rates)  # until their lengths are measured
+        # What is looked up must last until kernels have read it.
+        rates_kept = self._place_rates(pointers, rates)
+        values = [] if self._quotients is None else [_rows_and_columns(stack) for stack in self._stacks]
         for number, (stack, matrix) in enumerate(zip(self._stacks, memory.matrices, strict=True)):
-            pointers[self._of(number) + _MATRIX] = matrix.data_ptr()
-            pointers[self._of(number) + _SCALE] = stack.scale.data_ptr()
+            tensors = (matrix, stack.scale, *(values[number] if values else ()))
+            at = self._of(number)
+            pointers[at : at + len(tensors)] = [tensor.data_ptr() for tensor in tensors]
         sent = memory.sent()
+        self._clear_gaps(memory.matrices)
         for launch in self._gather:
             launch(sent)
-        directions = self._directions(memory, lam)
-        for number, direction in enumerate(directions):
-            pointers[self._of(number) + _DIRECTION] = direction.data_ptr()
-        sent = memory.sent()
+        self._make_directions(memory.matrices, sent, lam)
         clipped = clip(self._squared_length(sent), kappa)
-        del kept
+        del rates_kept, values
         if finite is not None:
             clipped = replace(clipped, finite=clipped.finite & finite)
         for launch in self._scatter:
@@ -316,37 +327,62 @@ class Fused:
                 pointers[self._rates_at + number] = here.data_ptr() + here.element_size() * places[float(one)]
         return lasting
 
-    def _directions(self, memory: Memory, damping: Tensor) -> list[Tensor]:
+    def _clear_gaps(self, matrices: Sequence[Tensor]) -> None:
+        """Zero where no gradient comes: padding, where a NaN of the last step may have spread, and parameters without
+        one, where their last direction is.
+        """
+        for stack, filled, matrix in zip(self._stacks, self._filled, matrices, strict=True):
+            _, rows, columns = stack.shape
+            _, padded_rows, padded_columns = stack.padded_shape
+            if not filled:
+                matrix.zero_()
+                continue
+            if padded_rows > rows:
+                matrix[:, rows:].zero_()
+            if padded_columns > columns:
+                matrix[:, :, columns:].zero_()
+
+    def _make_directions(self, matrices: Sequence[Tensor], sent: Tensor, damping: Tensor) -> None:
+        """Of gradients, in their place."""
+        stacks = list(zip(self._stacks, matrices, strict=True))
         if self._solver == "inverse":
-            return self._each(memory.matrices, lambda stack, matrix: stack.multiplied(matrix))
-        rotated = self._each(memory.matrices, lambda stack, matrix: stack.rotated(matrix))
-        # Where all sides are diagonal it is the gradient itself, or another view of it, which is needed once more.
-        pairs = zip(rotated, memory.matrices, strict=True)
-        rotated = [a.clone() if a.data_ptr() == b.data_ptr() else a for a, b in pairs]
+            for stack, matrix in stacks:
+                _settle(stack.multiplied(matrix, out=matrix), matrix)
+            return
+        for stack, matrix in stacks:
+            _settle(stack.rotated(matrix, out=matrix), matrix)
         if self._quotients is None:
-            for stack, matrix in zip(self._stacks, rotated, strict=True):
+            for stack, matrix in stacks:
                 _, rows, columns = stack.shape
                 matrix[:, :rows, :columns].div_(divisor(self._rule, stack.values(), stack.scale, damping))
         else:
-            values = [stack.values() for stack in self._stacks]
-            sides = [(own[0], own[1] if len(own) == 2 else columns_of(own)) for own in values]
-            for number, (matrix, pair) in enumerate(zip(rotated, sides, strict=True)):
-                at = self._of(number) + _ROTATED
-                memory.pointers[at : at + 3] = [tensor.data_ptr() for tensor in (matrix, *pair)]
-            sent = memory.sent()
             for launch in self._quotients:
                 launch(sent, damping)
-        return self._each(rotated, lambda stack, matrix: stack.rotated_back(matrix))
-
-    def _each(self, matrices: Sequence[Tensor], function: Callable[[Stack, Tensor], Tensor]) -> list[Tensor]:
-        """Of every stack; without gaps, as products are: kernels count on it."""
-        return [function(stack, matrix).contiguous() for stack, matrix in zip(self._stacks, matrices, strict=True)]
+        for stack, matrix in stacks:
+            _settle(stack.rotated_back(matrix, out=matrix), matrix)
 
     def _squared_length(self, sent: Tensor) -> Tensor:
         parts = torch.empty(sum(self._programs), dtype=torch.float64, device=self._device)
         for launch, part in zip(self._length, parts.split(self._programs), strict=True):
             launch(sent, part)
         return parts.sum()
+
+
+def _settle(result: Tensor, matrix: Tensor) -> None:
+    """Puts a result where the matrices are, unless a product has: where sides are diagonal there may be none."""
+    if result.data_ptr() != matrix.data_ptr():
+        matrix.copy_(result)
+
+
+def _rows_and_columns(stack: Stack) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of the rows' side, and of the columns'."""
+    rows, *columns = stack.values()
+    return rows, columns[0] if len(columns) == 1 else columns_of([rows, *columns])
+
+
+def _is_filled(stack: Stack, own: Sequence[_Piece]) -> bool:
+    """Whether all of a stack's matrices but padding are somebody's."""
+    return sum(piece.elements for piece in own) == math.prod(stack.shape)
 
 
 def _missing(stack: Stack, own: Sequence[_Piece]) -> set[int]:

@@ -58,7 +58,7 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Gradients into matrices."""
-    numbers, program = piece_of(table, owners, 18)
+    numbers, program = piece_of(table, owners, 17)
     gradient = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(DTYPE))
     matrix = tl.load(pointers + tl.load(numbers + 2)).to(tl.pointer_type(tl.float32))
     entry, row, column, rows, columns = tile_of(numbers, program, ROWS, COLUMNS)
@@ -75,26 +75,28 @@ def length_kernel(
     table,
     owners,
     out,
+    DTYPE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     DIVIDED: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """α² vᵀ∇ of this program's part."""
-    numbers, program = piece_of(table, owners, 18)
+    """α² vᵀ∇ of this program's part, of directions in matrices and gradients in their own memory."""
+    numbers, program = piece_of(table, owners, 17)
+    gradient = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(DTYPE))
     matrix = tl.load(pointers + tl.load(numbers + 2)).to(tl.pointer_type(tl.float32))
-    direction = tl.load(pointers + tl.load(numbers + 3)).to(tl.pointer_type(tl.float32))
-    rate = tl.load(tl.load(pointers + tl.load(numbers + 5)).to(tl.pointer_type(tl.float64)))
+    rate = tl.load(tl.load(pointers + tl.load(numbers + 4)).to(tl.pointer_type(tl.float64)))
     entry, row, column, rows, columns = tile_of(numbers, program, ROWS, COLUMNS)
     inside = (row < rows)[:, None] & (column < aligned(columns, ALIGNED))[None, :]
     if ALIGNED > 1:
-        matrix, direction = tl.multiple_of(matrix, 16), tl.multiple_of(direction, 16)
-    at = in_matrix(numbers, entry, row, column, ALIGNED)
-    value = tl.load(matrix + at, mask=inside, other=0.0) * tl.load(direction + at, mask=inside, other=0.0)
-    total = tl.sum(tl.sum(value, 1), 0).to(tl.float64)
+        gradient, matrix = tl.multiple_of(gradient, 16), tl.multiple_of(matrix, 16)
+    value = tl.load(gradient + in_gradient(numbers, entry, row, column, CONTIGUOUS, ALIGNED), mask=inside, other=0.0)
+    direction = tl.load(matrix + in_matrix(numbers, entry, row, column, ALIGNED), mask=inside, other=0.0)
+    total = tl.sum(tl.sum(value.to(tl.float32) * direction, 1), 0).to(tl.float64)
     if DIVIDED:
-        scale = tl.load(pointers + tl.load(numbers + 4)).to(tl.pointer_type(tl.float32))
-        total = total / tl.load(scale + tl.load(numbers + 17) + entry).to(tl.float64)
+        scale = tl.load(pointers + tl.load(numbers + 3)).to(tl.pointer_type(tl.float32))
+        total = total / tl.load(scale + tl.load(numbers + 5) + entry).to(tl.float64)
     tl.store(out + tl.program_id(0), total * rate * rate)
 
 
@@ -113,18 +115,18 @@ def scatter_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Directions, clipped, into the gradients' own memory; zero where the step is not finite."""
-    numbers, program = piece_of(table, owners, 18)
+    numbers, program = piece_of(table, owners, 17)
     gradient = tl.load(pointers + tl.load(numbers + 1)).to(tl.pointer_type(DTYPE))
-    direction = tl.load(pointers + tl.load(numbers + 3)).to(tl.pointer_type(tl.float32))
+    matrix = tl.load(pointers + tl.load(numbers + 2)).to(tl.pointer_type(tl.float32))
     entry, row, column, rows, columns = tile_of(numbers, program, ROWS, COLUMNS)
     inside = (row < rows)[:, None] & (column < aligned(columns, ALIGNED))[None, :]
     if ALIGNED > 1:
-        gradient, direction = tl.multiple_of(gradient, 16), tl.multiple_of(direction, 16)
+        gradient, matrix = tl.multiple_of(gradient, 16), tl.multiple_of(matrix, 16)
     multiplier = tl.load(factor)
     if DIVIDED:
-        scale = tl.load(pointers + tl.load(numbers + 4)).to(tl.pointer_type(tl.float32))
-        multiplier = multiplier / tl.load(scale + tl.load(numbers + 17) + entry).to(tl.float64)
-    value = tl.load(direction + in_matrix(numbers, entry, row, column, ALIGNED), mask=inside, other=0.0)
+        scale = tl.load(pointers + tl.load(numbers + 3)).to(tl.pointer_type(tl.float32))
+        multiplier = multiplier / tl.load(scale + tl.load(numbers + 5) + entry).to(tl.float64)
+    value = tl.load(matrix + in_matrix(numbers, entry, row, column, ALIGNED), mask=inside, other=0.0)
     value = value * multiplier.to(tl.float32)
     if tl.load(finite) == 0:
         value = tl.zeros_like(value)

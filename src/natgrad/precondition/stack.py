@@ -185,17 +185,19 @@ class Stack:
         quotients = rotated / divisor(rule, self.values(), self._scale, damping)
         return self.rotated_back(self._padded(quotients))[:, :rows, :columns]
 
-    def multiplied(self, matrix: Tensor) -> Tensor:
-        """Padded matrices between the inverses."""
-        return self._row.times(self._after(matrix, inverse=True), inverse=True)
+    def multiplied(self, matrix: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Padded matrices between the inverses. `out`: memory for the result, if a product makes it; the given
+        matrices' own, too.
+        """
+        return self._row.times(self._after(matrix, inverse=True), inverse=True, out=out)
 
-    def rotated(self, matrix: Tensor) -> Tensor:
+    def rotated(self, matrix: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Padded matrices in the eigenbasis."""
-        return self._after(self._row.times(matrix, transpose=True))
+        return self._row.times(self._after(matrix), transpose=True, out=out)
 
-    def rotated_back(self, matrix: Tensor) -> Tensor:
+    def rotated_back(self, matrix: Tensor, *, out: Tensor | None = None) -> Tensor:
         """And out of it."""
-        return self._row.times(self._after(matrix, transpose=True))
+        return self._row.times(self._after(matrix, transpose=True), out=out)
 
     def values(self) -> list[Tensor]:
         """The eigenvalues of every side, (K, n)."""
@@ -275,12 +277,16 @@ class _Joined:
         assert self._values is not None, "eigenvalues belong to the eigen solver"
         return self._members(self._values)
 
-    def times(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
+    def times(
+        self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """This side from the left: it acts on rows."""
         if self._matrix is None:
             return matrix * self.values()[:, :, None] if inverse else matrix
         own = self._members(self._matrix)
-        return torch.bmm(own.mT if transpose else own, matrix)
+        if out is not None and out.data_ptr() == matrix.data_ptr():  # a product cannot write where it reads
+            out = None
+        return torch.bmm(own.mT if transpose else own, matrix, out=out)
 
     def after(self, matrix: Tensor, *, transpose: bool = False, inverse: bool = False) -> Tensor:
         """This side from the right: it acts on columns."""
