@@ -21,6 +21,7 @@ from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_le
 from natgrad.precondition.replay import Replay
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve, update_all
+from natgrad.undisturbed import undisturbed
 
 THREADS = 8
 """Of eigendecompositions that training waits for, on a GPU."""
@@ -408,16 +409,17 @@ class Preconditioner:
         blocks = [member.block for member in self.solved.values() if member.sides]
         still: dict[str, Tensor | None] = {layout.name: None for block in blocks for layout in block.layouts}
         moving = {**still, **direction}
-        if self.solver == "eigen":
-            stacks = [stack for stack in self._present_stacks() if stack.has_gradient(moving)]
-            lengths = [stack.quadratic(moving, self.rule, damping) for stack in stacks]
-        else:
-            lengths = [
-                block.quadratic(moving, Estimate(*damped_sides(block.estimate(), self.rule, damping)))
-                for block in blocks
-                if any(moving[layout.name] is not None for layout in block.layouts)
-            ]
         some = next(iter(direction.values()))
+        with undisturbed(some.device):
+            if self.solver == "eigen":
+                stacks = [stack for stack in self._present_stacks() if stack.has_gradient(moving)]
+                lengths = [stack.quadratic(moving, self.rule, damping) for stack in stacks]
+            else:
+                lengths = [
+                    block.quadratic(moving, Estimate(*damped_sides(block.estimate(), self.rule, damping)))
+                    for block in blocks
+                    if any(moving[layout.name] is not None for layout in block.layouts)
+                ]
         own = torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)
         return own if self.others is None or not self.others.apart else self.others.total(own)
 
