@@ -14,6 +14,7 @@ from torch import Tensor
 
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
+from natgrad.launches import HOST
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.fused import Fused, fused, lie
 from natgrad.precondition.preparing import Preparation, prepares
@@ -546,7 +547,7 @@ def _uncovered(layouts: Iterable[Layout]) -> dict[str, Tensor]:
     outside: dict[str, Tensor] = {}
     for layout in layouts:
         if layout.box is not None:
-            mask = outside.setdefault(layout.name, torch.ones(layout.parameter_shape, dtype=torch.bool))
+            mask = outside.setdefault(layout.name, torch.ones(layout.parameter_shape, dtype=torch.bool, device=HOST))
             layout.region(mask).fill_(False)
     return {name: mask for name, mask in outside.items() if bool(mask.any())}
 

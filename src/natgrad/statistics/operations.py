@@ -320,8 +320,8 @@ class Convolution:
     def visits(self, axis: int, size: int) -> Tensor:
         """(kernel, pixels) along one axis: whether some output place has this kernel element on this pixel."""
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        offset = torch.arange(kernel)[:, None] * self.dilation[axis] - padding
-        pixel = torch.arange(size)[None, :]
+        offset = torch.arange(kernel, device=HOST)[:, None] * self.dilation[axis] - padding
+        pixel = torch.arange(size, device=HOST)[None, :]
         places = self.places(torch.Size((1, 1, *(size for _ in self.kernel))))[axis]
         if self.transposed:  # the output place is where the kernel element puts the pixel
             place = pixel * stride + offset
