@@ -184,6 +184,22 @@ def test_statistics_survive_backward_inside_autocast_and_with_create_graph() -> 
     torch.testing.assert_close(*results, **TIGHT)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"solver": "inverse"}, {"kl_clip": natgrad.TrustRegion(1e-3, of="step")}], ids=str
+)
+def test_a_step_inside_autocast_is_as_exact_as_outside(options: dict[str, Any]) -> None:
+    results = []
+    for inside in (False, True):
+        model, (x, y) = mlp().float(), data()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        kfac = KFAC(model, **options).attach(optimizer)
+        loss_of(model, x.float(), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            optimizer.step()
+        results.append((gradients(model), weights(model), kfac.metrics()["predicted_kl"]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("terms", [8, None])
 def test_explicit_capture_for_a_loss_made_of_several_calls(terms: int | None) -> None:
     """A siamese loss over pairs: N is the number of pairs, and each weight has rows from both branches."""

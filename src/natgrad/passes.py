@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
@@ -33,8 +32,8 @@ from natgrad.statistics.plans import Work
 from natgrad.statistics.predicted import Derivative
 from natgrad.statistics.vectors import Vector
 from natgrad.statistics.waiting import Late, Part, Parts, Waiting, late, together
+from natgrad.undisturbed import undisturbed
 
-_NOTHING = nullcontext()
 _REMEMBERED = 16  # kinds of tensors of a use
 _NEW: Any = object()  # nothing is remembered
 _lies = attrgetter("shape", "dtype", "device")
@@ -151,7 +150,7 @@ class Pass:
             return
         tap = self._taps[self._first_rest + number]
         if self._owner.claims(tap.use.weight.name, self.task):
-            with self._owner.clock.part("statistics"), _undisturbed(gradient.device):
+            with self._owner.clock.part("statistics"), undisturbed(gradient.device):
                 self._add_rows(tap, gradient.detach().reshape(1, -1))
 
     @property
@@ -168,12 +167,12 @@ class Pass:
             return
         self.settle()
         for number, gradients in self._summed.items():
-            with _undisturbed(gradients.device):
+            with undisturbed(gradients.device):
                 self._add_rows(self._taps[number], gradients)
         self._summed.clear()
         if self._remaining.derivatives:
             for number, gradients in self._remaining.rows_that_arrived(alone=alone):
-                with _undisturbed(gradients.device):
+                with undisturbed(gradients.device):
                     self._add_rows(self._taps[self._first_rest + number], gradients)
 
     def _listener(self, uses: list[tuple[int, Node]]) -> Callable[[tuple[Tensor, ...]], None]:
@@ -208,7 +207,7 @@ class Pass:
             held = self._hold(numbers, taps, reader, tensors)
             saved = [] if held else reader.apart(tensors[1:])
         if not held:
-            with self._owner.clock.part("statistics"), _undisturbed(derivative.device):
+            with self._owner.clock.part("statistics"), undisturbed(derivative.device):
                 for number, own in zip(numbers, saved, strict=True):
                     if number in self._first_use:
                         self._sum(self._first_use[number], taps[number].use, derivative, own, self._summed)
@@ -337,7 +336,7 @@ class Pass:
     def settle(self, *, everything: bool = True) -> None:
         """Computes what has waited for others; unless it is `everything`, what frees memory."""
         if self._late:
-            with self._owner.clock.part("statistics"), _undisturbed(self._late.device):
+            with self._owner.clock.part("statistics"), undisturbed(self._late.device):
                 if not self._late.flush(everything=everything):
                     self._owner.overwritten()
 
@@ -381,7 +380,7 @@ class Pass:
                 if grad is None:
                     continue
                 use = one.use
-                with _undisturbed(grad.device):
+                with undisturbed(grad.device):
                     if number not in kept:
                         saved = self._read(one.node, number)
                         rows[number] = use.operation.rows(saved, grad)
@@ -400,7 +399,7 @@ class Pass:
                 for index, gradients in self._remaining.rows(grads[ends[0] : ends[1]], grads[ends[1] :]):
                     summed[len(found) + index] = gradients
             for number, gradients in summed.items():
-                with _undisturbed(gradients.device):
+                with undisturbed(gradients.device):
                     rows.setdefault(number, gradients.shape[0])
                     add(number, second_moment(gradients[None], diagonal=self._diagonals(self.uses[number])[0]))
         for number, moment in moments.items():
@@ -494,15 +493,3 @@ def _differentiates(leaf: Node) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:
         return True  # torch.autograd.grad with the leaf among its inputs
-
-
-def _undisturbed(device: torch.device) -> AbstractContextManager[None]:
-    """No gradients and no autocast: statistics keep their precision wherever backward was called from."""
-    disturbed = torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
-    return _without_gradients_and_autocast(device) if disturbed else _NOTHING
-
-
-@contextmanager
-def _without_gradients_and_autocast(device: torch.device) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield

@@ -18,6 +18,7 @@ from natgrad.precondition.buffers import Buffers, Grafting
 from natgrad.precondition.clip import Clip, tighter
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.trust_region.controller import Controller
+from natgrad.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ class Update:
             if usable is not None:
                 finite = usable if finite is None else finite & usable
             norms = self._remember(present, others, now.momentum, finite) if remembers and finite is not None else None
-            clip = preconditioner.precondition(
-                gradients,
-                damping=now.total_damping,
-                kappa=now.cap,
-                learning_rate=self._link.rates(step),
-                finite=finite,
-                norms=norms,
-            )
+            # Who steps inside autocast means the objective, not these products; and kernels count on float32.
+            with undisturbed(next(iter(self._parameters.values())).device):
+                clip = preconditioner.precondition(
+                    gradients,
+                    damping=now.total_damping,
+                    kappa=now.cap,
+                    learning_rate=self._link.rates(step),
+                    finite=finite,
+                    norms=norms,
+                )
             if clip is not None and exact:
                 clip = self._clip_exactly({n: g for n, g in present.items() if n in known.solved}, clip, now.cap, step)
             finite = finite if clip is None else clip.finite

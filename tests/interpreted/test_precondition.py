@@ -23,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"damping_rule": "pi"},
     {"solver": "inverse", "damping_rule": "plain"},
     {"max_factor_size": 20, "max_vector_size": 8},
-    {"solver": "inverse", "doubly_factored": ["7.weight"]},
+    {"solver": "inverse", "doubly_factored": ["11.weight"]},
 ]
 
 
@@ -47,6 +47,10 @@ def network() -> nn.Module:
         nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False),
         nn.ReLU(),
         nn.Conv2d(8, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 6, 3, padding=1, groups=3),
+        nn.Tanh(),
+        nn.ConvTranspose2d(6, 6, 3, padding=1),
         nn.Flatten(),
         nn.Linear(6 * 16, 30),
         nn.LayerNorm(30),
@@ -63,7 +67,7 @@ def loss(model: nn.Module) -> Tensor:
 
 def directions(options: dict[str, Any], *, missing: bool, wrong: bool) -> list[Tensor]:
     """The gradients that three steps leave: in one some are `missing`, or one is NaN."""
-    model = network().to(memory_format=torch.channels_last)
+    model = network().to(memory_format=torch.contiguous_format if missing else torch.channels_last)
     biases = [p for p in model.parameters() if p.dim() == 1]
     weights = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.SGD([{"params": biases, "lr": 0.3}, {"params": weights}], lr=0.1)
@@ -73,7 +77,7 @@ def directions(options: dict[str, Any], *, missing: bool, wrong: bool) -> list[T
         optimizer.zero_grad()
         loss(model).backward()
         if step == 1 and missing:
-            model[3].weight.grad = model[11].bias.grad = None
+            model[3].weight.grad = model[15].bias.grad = None
         if step == 1 and wrong:
             model[0].weight.grad[0, 0, 0, 0] = torch.nan
         kfac.step()

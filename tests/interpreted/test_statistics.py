@@ -41,7 +41,7 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, form: torch.memory
 
 def by_patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
     convolution = Convolution(kernel, stride, padding, dilation, False, (0, 0), groups)
-    return convolution._chunk_factor(x.double(), homogeneous=False, diagonal=False)
+    return convolution._chunk_factor(x.double(), homogeneous=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -43,8 +43,10 @@ def layers(draw: Any) -> tuple[Any, torch.Tensor]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(given_layer=layers(), homogeneous=st.booleans(), seed=st.integers(0, 100))
-def test_factors_equal_those_of_explicit_patches(given_layer: Any, homogeneous: bool, seed: int) -> None:
+@given(given_layer=layers(), homogeneous=st.booleans(), diagonal=st.booleans(), seed=st.integers(0, 100))
+def test_factors_equal_those_of_explicit_patches(
+    given_layer: Any, homogeneous: bool, diagonal: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     layer, x = given_layer
     try:
@@ -53,11 +55,21 @@ def test_factors_equal_those_of_explicit_patches(given_layer: Any, homogeneous: 
         assume(False)
     assume(places.numel() > 0)
     x = torch.randn_like(x)
-    (moment,) = operation(layer).input_factors([x], homogeneous=homogeneous, diagonal=[False])
+    (moment,) = operation(layer).input_factors([x], homogeneous=homogeneous, diagonal=[diagonal])
     patches = hand.patches(layer, x)
     if homogeneous:
         patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], dim=2)
-    torch.testing.assert_close(moment, patches.mT @ patches, rtol=1e-10, atol=1e-10)
+    wanted = patches.square().sum(1) if diagonal else patches.mT @ patches
+    torch.testing.assert_close(moment, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_diagonal_where_padding_takes_all_pixels_away() -> None:
+    """What is left are two places of output padding, which see nothing."""
+    layer = nn.ConvTranspose1d(2, 2, 1, 6, 2, 5, 2, dilation=2).double()
+    x = torch.randn(3, 2, 1).double()
+    assert layer(x).shape[2] == 2
+    (moment,) = operation(layer).input_factors([x], homogeneous=True, diagonal=[True])
+    assert torch.equal(moment, torch.tensor([[0.0, 6.0], [0.0, 6.0]]).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

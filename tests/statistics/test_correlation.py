@@ -37,7 +37,7 @@ def axes_of(conv: Convolution, x: Tensor) -> tuple[Axis, ...]:
 
 
 def by_patches(conv: Convolution, x: Tensor, *, homogeneous: bool = False) -> Tensor:
-    return conv._chunk_factor(x, homogeneous=homogeneous, diagonal=False)
+    return conv._chunk_factor(x, homogeneous=homogeneous)
 
 
 def unfolded(conv: Convolution, x: Tensor) -> Tensor:

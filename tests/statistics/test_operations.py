@@ -12,8 +12,9 @@ from torch import nn
 
 import hand
 from natgrad import KFAC
+from natgrad.statistics import operations
 from natgrad.statistics.gram import second_moment
-from natgrad.statistics.operations import Embedding
+from natgrad.statistics.operations import Convolution, Embedding
 
 LAYERS = {
     (1, False): nn.Conv1d,
@@ -126,3 +127,14 @@ def test_embedding_leaves_out_the_padding_index() -> None:
     torch.testing.assert_close(counts, torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0]]))
     kept = derivative[indices != 2]
     torch.testing.assert_close(table.output_factor(derivative, [indices], diagonal=False)[0], kept.mT @ kept)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_of_patches_are_kept_where_they_are_needed(transposed: bool) -> None:
+    """And not where the user makes tensors of a model that does not exist yet."""
+    convolution = Convolution((3,), (2,), (1,), (1,), transposed, (0,), 1)
+    x = torch.randn(2, 3, 5)
+    operations._all_visits.cache_clear()
+    with torch.device("meta"):
+        found = convolution.input_factors([x], homogeneous=True, diagonal=[True])
+    torch.testing.assert_close(found, convolution.input_factors([x], homogeneous=True, diagonal=[True]))

@@ -67,7 +67,7 @@ def _steps(layout: Layout, gradient: Tensor) -> _Steps | None:
     try:
         view = layout.to_view(gradient)
     except RuntimeError:
-        return _channels_last_steps(layout, gradient)
+        return _channels_last_steps(layout, gradient) or _steps_of_two_axes(layout, gradient)
     by_entry, by_row, by_column = view.stride()
     return _Steps(int(view.storage_offset() - gradient.storage_offset()), by_entry, by_row, 1, by_column, 0)
 
@@ -83,6 +83,20 @@ def _channels_last_steps(layout: Layout, gradient: Tensor) -> _Steps | None:
         return None
     row = channels * elements
     return _Steps(0, layout.shape[1] * row, row, elements, 1, channels)
+
+
+def _steps_of_two_axes(layout: Layout, gradient: Tensor) -> _Steps | None:
+    """Of a transposed convolution's weight (in, out, *kernel): rows are between the two axes that make a column."""
+    if len(layout.column_axes) != 2 or max(len(layout.stack_axes), len(layout.row_axes)) > 1:
+        return None
+    try:
+        view = layout.region(gradient).view(layout.axes)
+    except RuntimeError:
+        return None
+    by_block, by_element = (view.stride(axis) for axis in layout.column_axes)
+    by_entry, by_row = (view.stride(axes[0]) if axes else 0 for axes in (layout.stack_axes, layout.row_axes))
+    start = int(view.storage_offset() - gradient.storage_offset())
+    return _Steps(start, by_entry, by_row, layout.axes[layout.column_axes[1]], by_block, by_element)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from natgrad.blocks.kronecker import Estimate, KroneckerBlock, Whole
 from natgrad.capture.layout import Layout
+from natgrad.launches import HOST
 from natgrad.precondition.clip import Clip, clip
 from natgrad.precondition.fused import Fused, fused, lie
 from natgrad.precondition.preparing import Preparation, prepares
@@ -21,6 +22,7 @@ from natgrad.precondition.rates import LearningRate, Rates, rates_of, squared_le
 from natgrad.precondition.replay import Replay
 from natgrad.precondition.stack import Bank, SolvedBlock, Stack
 from natgrad.solve.solver import Side, Solved, damped_sides, solve, update_all
+from natgrad.undisturbed import undisturbed
 
 THREADS = 8
 """Of eigendecompositions that training waits for, on a GPU."""
@@ -408,16 +410,17 @@ class Preconditioner:
         blocks = [member.block for member in self.solved.values() if member.sides]
         still: dict[str, Tensor | None] = {layout.name: None for block in blocks for layout in block.layouts}
         moving = {**still, **direction}
-        if self.solver == "eigen":
-            stacks = [stack for stack in self._present_stacks() if stack.has_gradient(moving)]
-            lengths = [stack.quadratic(moving, self.rule, damping) for stack in stacks]
-        else:
-            lengths = [
-                block.quadratic(moving, Estimate(*damped_sides(block.estimate(), self.rule, damping)))
-                for block in blocks
-                if any(moving[layout.name] is not None for layout in block.layouts)
-            ]
         some = next(iter(direction.values()))
+        with undisturbed(some.device):
+            if self.solver == "eigen":
+                stacks = [stack for stack in self._present_stacks() if stack.has_gradient(moving)]
+                lengths = [stack.quadratic(moving, self.rule, damping) for stack in stacks]
+            else:
+                lengths = [
+                    block.quadratic(moving, Estimate(*damped_sides(block.estimate(), self.rule, damping)))
+                    for block in blocks
+                    if any(moving[layout.name] is not None for layout in block.layouts)
+                ]
         own = torch.stack(lengths).sum() if lengths else torch.zeros((), dtype=torch.float64, device=some.device)
         return own if self.others is None or not self.others.apart else self.others.total(own)
 
@@ -544,7 +547,7 @@ def _uncovered(layouts: Iterable[Layout]) -> dict[str, Tensor]:
     outside: dict[str, Tensor] = {}
     for layout in layouts:
         if layout.box is not None:
-            mask = outside.setdefault(layout.name, torch.ones(layout.parameter_shape, dtype=torch.bool))
+            mask = outside.setdefault(layout.name, torch.ones(layout.parameter_shape, dtype=torch.bool, device=HOST))
             layout.region(mask).fill_(False)
     return {name: mask for name, mask in outside.items() if bool(mask.any())}
 

@@ -170,40 +170,25 @@ class Convolution:
 
     def _patch_view(self, x: Tensor) -> Tensor:
         """→ a view (groups, N, C / groups, *places, *kernel) of the padded input."""
-        if self.transposed:
-            x, stride = self._zero_inserted(x), (1,) * len(self.kernel)
-        else:
-            x, stride = _padded(x, [(p, p) for p in self.padding]), self.stride
+        x = _padded(x, [(p, p) for p in self.padding])
         cases, channels = x.shape[:2]
         places = [
             (n - d * (k - 1) - 1) // s + 1
-            for n, k, s, d in zip(x.shape[2:], self.kernel, stride, self.dilation, strict=True)
+            for n, k, s, d in zip(x.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
         ]
         per_group = channels // self.groups
         spatial = x.stride()[2:]
-        view = x.as_strided(
+        return x.as_strided(
             (self.groups, cases, per_group, *places, *self.kernel),
             (
                 per_group * x.stride(1),
                 x.stride(0),
                 x.stride(1),
-                *(t * s for t, s in zip(spatial, stride, strict=True)),
+                *(t * s for t, s in zip(spatial, self.stride, strict=True)),
                 *(t * d for t, d in zip(spatial, self.dilation, strict=True)),
             ),
             x.storage_offset(),
         )
-        # A transposed convolution walks its kernel backwards over the zero-inserted input.
-        return view.flip(tuple(range(view.dim() - len(self.kernel), view.dim()))) if self.transposed else view
-
-    def _zero_inserted(self, x: Tensor) -> Tensor:
-        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], self.stride, strict=True)]
-        spread = x.new_zeros(*x.shape[:2], *sizes)
-        spread[(slice(None), slice(None), *(slice(None, None, s) for s in self.stride))] = x
-        margins = [
-            (d * (k - 1) - p, d * (k - 1) - p + o)
-            for k, p, d, o in zip(self.kernel, self.padding, self.dilation, self.output_padding, strict=True)
-        ]
-        return _padded(spread, margins)
 
     def _chunks(self, x: Tensor) -> Iterator[Tensor]:
         per_case = x.shape[1] * math.prod(self.kernel) * math.prod(self.places(x.shape))
@@ -214,15 +199,17 @@ class Convolution:
         """See `Operation`."""
         if self.reduced:
             return [second_moment(self._mean_patches(saved[0]), homogeneous=homogeneous, diagonal=diagonal[0])]
-        if not diagonal[0] and self.fits_gpu(saved[0]):
+        if diagonal[0]:
+            return [self._diagonal(saved[0], homogeneous=homogeneous)]
+        if self.fits_gpu(saved[0]):
             return [self._gpu_factor(saved[0], homogeneous=homogeneous)]
-        if saved[0].device.type == "cpu" and not diagonal[0] and self._correlates(saved[0]):
+        if saved[0].device.type == "cpu" and self._correlates(saved[0]):
             return [self._correlated(saved[0], homogeneous=homogeneous)]
-        if self.transposed and not diagonal[0]:
+        if self.transposed:
             return [self._combed(saved[0], homogeneous=homogeneous)]
         total = None
         for part in self._chunks(saved[0]):
-            moment = self._chunk_factor(part, homogeneous=homogeneous, diagonal=diagonal[0])
+            moment = self._chunk_factor(part, homogeneous=homogeneous)
             total = moment if total is None else total.add_(moment)
         assert total is not None, "split yields at least one chunk"
         return [total]
@@ -297,6 +284,14 @@ class Convolution:
             return moment
         return bordered(moment, self._summed_patches(x).sum(1), x.shape[0] * math.prod(self.places(x.shape)))
 
+    def _diagonal(self, x: Tensor, *, homogeneous: bool) -> Tensor:
+        """The diagonal of the factor, (groups, n): squares, summed as pixels are."""
+        squares = self._summed_patches(x.to(accumulation_dtype(x.dtype)).square()).sum(1)
+        if not homogeneous:
+            return squares
+        count = x.shape[0] * math.prod(self.places(x.shape))
+        return torch.cat([squares, squares.new_full((self.groups, 1), count)], dim=1)
+
     def _mean_patches(self, x: Tensor) -> Tensor:
         """Each case's patches, averaged over places: (groups, N, C / groups · kernel)."""
         return self._summed_patches(x) / math.prod(self.places(x.shape))
@@ -325,8 +320,8 @@ class Convolution:
     def visits(self, axis: int, size: int) -> Tensor:
         """(kernel, pixels) along one axis: whether some output place has this kernel element on this pixel."""
         kernel, stride, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        offset = torch.arange(kernel)[:, None] * self.dilation[axis] - padding
-        pixel = torch.arange(size)[None, :]
+        offset = torch.arange(kernel, device=HOST)[:, None] * self.dilation[axis] - padding
+        pixel = torch.arange(size, device=HOST)[None, :]
         places = self.places(torch.Size((1, 1, *(size for _ in self.kernel))))[axis]
         if self.transposed:  # the output place is where the kernel element puts the pixel
             place = pixel * stride + offset
@@ -335,7 +330,7 @@ class Convolution:
         place = distance // stride
         return (distance % stride == 0) & (place >= 0) & (place < places)
 
-    def _chunk_factor(self, x: Tensor, *, homogeneous: bool, diagonal: bool) -> Tensor:
+    def _chunk_factor(self, x: Tensor, *, homogeneous: bool) -> Tensor:
         """Sum over rows for a few cases, with the patches copied along the direction in which memory runs."""
         view = self._patch_view(x)
         groups, _, channels = view.shape[:3]
@@ -345,16 +340,15 @@ class Convolution:
             # (group, channel, kernel, case, place): neighbouring places are neighbours in memory.
             order = (0, 2, *range(3 + axes, 3 + 2 * axes), 1, *range(3, 3 + axes))
             rows = view.permute(order).reshape(groups, elements, -1).mT
-            return second_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+            return second_moment(rows, homogeneous=homogeneous)
         # Channels last: copy (group, case, place, kernel, channel) and put the small result into the weight's order.
         order = (0, 1, *range(3, 3 + 2 * axes), 2)
         rows = view.permute(order).reshape(groups, -1, elements)
-        moment = second_moment(rows, homogeneous=homogeneous, diagonal=diagonal)
+        moment = second_moment(rows, homogeneous=homogeneous)
         by_channel = torch.arange(elements, device=x.device).reshape(-1, channels).mT.reshape(-1)
         if homogeneous:
             by_channel = torch.cat([by_channel, by_channel.new_full((1,), elements)])
-        moment = moment.index_select(1, by_channel)
-        return moment if diagonal else moment.index_select(2, by_channel)
+        return moment.index_select(1, by_channel).index_select(2, by_channel)
 
     def output_factor(self, derivative: Tensor, saved: Sequence[Tensor], *, diagonal: bool) -> Tensor:
         """See `Operation`."""
