@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from helpers import gradients
-from natgrad import KFAC, AdaptiveDamping, TrustRegion
+from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 
 
 def mlp() -> nn.Sequential:
@@ -52,6 +52,32 @@ def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         KFAC(model, **options)
     assert not model._forward_hooks
+
+
+def test_a_bound_on_age_that_cannot_be_kept_is_told() -> None:
+    with pytest.warns(NatgradWarning, match="max_staleness=5 is not above inv_update_steps=20"):
+        KFAC(mlp(), overlap="background", max_staleness=5, inv_update_steps=20)
+    KFAC(mlp(), overlap="background", max_staleness=21, inv_update_steps=20)
+    KFAC(mlp(), overlap="background", max_staleness=5, inv_update_steps=lambda step: 20)
+
+
+def test_who_forgets_to_call_it_is_told_once() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, lr=0.1)
+
+    def batches(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+
+    batches(20)  # the gradients of 19 have been thrown away
+    with pytest.warns(NatgradWarning, match=r"20 batches in a row .* kfac.attach\(optimizer\)"):
+        batches(1)
+    batches(40)
+    kfac.step()
+    batches(12)
 
 
 def test_a_callable_that_returns_nonsense_names_the_step() -> None:

@@ -38,7 +38,7 @@ from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fr
 from natgrad.overlap.drift import DriftTurns
 from natgrad.overlap.job import Job
 from natgrad.overlap.jobs import Jobs
-from natgrad.overlap.options import READY, Background, Overlap, Staggered, checked_overlap
+from natgrad.overlap.options import READY, Background, Overlap, Staggered, checked_overlap, unreachable
 from natgrad.overlap.places import costs_of_two_cores
 from natgrad.overlap.saved import load_jobs
 from natgrad.overlap.turns import EvenTurns, Loads, Turns
@@ -288,6 +288,8 @@ class KFAC:
         self._metrics = Metrics()
         self._history = History()
         self._warner = Warner()
+        if (words := unreachable(overlapping, inv_update_steps)) is not None:
+            self._warner.once("max_staleness", words)
         self._watch = Watch(model, self, KFAC._observe, unfuse=unfuse_recurrent)
         runner = Fallback(innermost(model), fallback, PER_CASE_ELEMENTS)
         self._window = Window(

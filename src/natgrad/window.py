@@ -40,6 +40,8 @@ FISHERS = ("empirical", "sampled", "exact")
 # because it goes on from an earlier pass of the same loss.
 OWN, STEP, CONNECTED = "own", "step", "connected"
 _has_pending = attrgetter("has_pending")
+# Batches in a row of whose gradients nothing comes, until somebody says so: a scaler may skip some steps in a row.
+_FOR_NOTHING = 20
 
 
 def checked_accumulation(value: Any) -> Hyperparameter | str | None:
@@ -103,6 +105,7 @@ class Window:
         self._counted: list[Pass] = []
         self._delivered = 0.0  # loss terms that stats workers have counted
         self._claimed: set[tuple[str, int]] = set()
+        self._for_nothing = 0  # batches since the last step whose gradients were thrown away
 
     def observe(
         self,
@@ -244,6 +247,7 @@ class Window:
         # so are their statistics.
         if self._counted and another and (self._has_no_gradient(current) or self._period is not self.scale.period):
             self._discard()
+            self._warn_of_nothing()
         self._period = self.scale.period
         if (
             self.fisher == "empirical"
@@ -268,6 +272,17 @@ class Window:
             self._drop(current.unrecognised)
         self._drop(current.left)
         return self.registry.assign(current.uses)
+
+    def _warn_of_nothing(self) -> None:
+        """A KFAC whose step nobody calls takes statistics of every batch, for nothing."""
+        self._for_nothing += 1
+        if self._for_nothing == _FOR_NOTHING:
+            self._warn(
+                "for nothing",
+                f"gradients of {_FOR_NOTHING} batches in a row were thrown away without a step of K-FAC, which has "
+                "preconditioned none of them and costs time: kfac.attach(optimizer), or kfac.step() before every "
+                "optimizer.step(); kfac.detach() switches it off",
+            )
 
     def _has_no_gradient(self, current: Pass) -> bool:
         """Whether none of a pass's parameters has."""
@@ -448,6 +463,7 @@ class Window:
         for current in list(self._open):
             self._forget(current)
         self._forget_counted()
+        self._for_nothing = 0
         self.problem = ""
         self.ignored = False
 

@@ -109,6 +109,7 @@ def test_one_that_has_become_too_old_is_waited_for(bound):
     assert loop.kfac.metrics()["late_decompositions"] == len(waited)
 
 
+@pytest.mark.filterwarnings("ignore:.*is not above inv_update_steps")
 def test_a_bound_below_the_interval_waits_in_the_step_after_the_request():
     held = Held()
     result = Job.result

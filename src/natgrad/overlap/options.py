@@ -130,6 +130,17 @@ def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: 
     return background if max_staleness is None else replace(background, max_staleness=max_staleness)
 
 
+def unreachable(overlap: Overlap | None, interval: Any) -> str | None:
+    """What is to be said of a `max_staleness` that no decomposition can keep; `interval` is ``inv_update_steps``."""
+    bound = overlap.max_staleness if isinstance(overlap, Background) else None
+    if bound is None or not isinstance(interval, int) or bound > interval:
+        return None
+    return (
+        f"max_staleness={bound} is not above inv_update_steps={interval}, before which nothing new is asked for: "
+        f"decompositions get {interval} steps old all the same, and then each new one is waited for"
+    )
+
+
 def _is_executor(value: Any) -> bool:
     """Also one that follows the interface without inheriting from it."""
     return not isinstance(value, str) and callable(getattr(value, "submit", None))
