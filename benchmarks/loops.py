@@ -1,10 +1,9 @@
 """Real loops of K-FAC in turns with SGD: the mean step and the worst, how old decompositions are, and memory.
 
-A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
-of its interval, after a warm-up that ends when the second decomposition is in use. SGD takes its turns before, after
-(long ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels; but
-not while decompositions are made in the background: they would go on while SGD has its turn, for nothing. Targets are
-drawn anew in every step.
+A contender (`benchmarks.contenders`) takes at least 300 steps, whose number is a multiple of its interval, after a
+warm-up that ends when the second decomposition is in use. SGD takes its turns before, after (long ones on a GPU, whose
+host may be slow for seconds), and in between, so that the drift of a machine cancels; but not while decompositions are
+made in the background: they would go on while SGD has its turn, for nothing. Targets are drawn anew in every step.
 
 Times of single steps are those between events on the training stream, which nobody waits for; the mean is that of the
 whole wall time.
@@ -17,94 +16,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from benchmarks.contenders import Contender
 from benchmarks.laps import Laps, background_ended, counters, decomposes, differences, oldest
-from benchmarks.timing import Intervals
-from benchmarks.workloads import Device, Trainer, Workload, failing_into
-from natgrad import Background
+from benchmarks.workloads import Trainer, Workload, failing_into
 
-COMPILE = "compile"
-# The options of KFAC in each way. "fast/inverse", "fast/cpu", "fast/cuda" and "fast/cuda/inverse" would add to "fast"
-# where they apply, and "fast+reduce" is both. `benchmarks.table` compares "fast" with the targets.
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reduce": {"sharing": "reduce"},
-    "background": {"overlap": "background"},
-    "staggered": {"overlap": "staggered"},
-    COMPILE: {},  # the model is compiled
-    "fast": {"overlap": "background", "stats_fraction": 0.5},
-    "one-worker": {"overlap": Background(workers=1)},  # for networks that are bound by the host
-    "in-step": {"overlap": None},  # for inverses of such networks, which take a GPU little
-    "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
-    "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
-}
-EARLY = 10  # the step of the second decomposition, at the latest
 LONGEST_WARM_UP = 200  # steps that are waited for one that is made in the background
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
 STRETCH = {"cpu": 10, "cuda": 100}
 # Seconds of SGD's turns before and after a loop, at least, as far as half the loop's steps go. Hosts are slow for
 # seconds at a time: a shorter turn would meet such a stretch, or miss it, where a loop has its share.
 LONG_TURN = {"cpu": 0.0, "cuda": 3.0}
-
-
-def names_of_ways() -> list[str]:
-    """Those that can be asked for."""
-    return [name for name in WAYS if "/" not in name]
-
-
-def chosen_ways(given: str, *, compiled: bool) -> list[str]:
-    """Of ``--ways`` and ``--compile``."""
-    ways = given.split(",")
-    for way in ways:
-        for name in way.split("+"):
-            if name not in names_of_ways():
-                raise ValueError(f"--ways takes {', '.join(names_of_ways())}, or several with +; got {name}")
-    return [f"{way}+{COMPILE}" if compiled and COMPILE not in way.split("+") else way for way in ways]
-
-
-def way_options(way: str, solver: str, device: Device) -> dict[str, Any]:
-    """For KFAC, intervals apart."""
-    found: dict[str, Any] = {"solver": solver}
-    kind = device.torch.type
-    for name in way.split("+"):
-        for key in (name, f"{name}/{kind}", f"{name}/{solver}", f"{name}/{kind}/{solver}"):
-            found |= WAYS.get(key, {})
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """What is compared with SGD."""
-
-    solver: str
-    way: str
-    intervals: Intervals
-
-    def __str__(self) -> str:
-        return f"{self.solver}, {self.way}, {self.intervals}"
-
-    def trainer(self, work: Workload) -> Trainer:
-        """With its K-FAC, which decomposes twice while it warms up, however rarely it does later."""
-        early, late = self._early, self.intervals.inverse
-        options = way_options(self.way, self.solver, work.device)
-        options["factor_update_steps"] = self.intervals.factor
-        options["inv_update_steps"] = lambda step: early if step <= early else late
-        return Trainer(work, kfac=options, compiled=COMPILE in self.way.split("+"))
-
-    @property
-    def warm_up(self) -> int:
-        """Steps."""
-        return 2 * self._early
-
-    @property
-    def _early(self) -> int:
-        return max(self.intervals.factor, min(self.intervals.inverse, EARLY))
-
-    def length(self, steps: int) -> int:
-        """At least so many steps: whole periods, with the right number of each kind of step."""
-        period = self.intervals.inverse
-        return math.ceil(steps / period) * period
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from benchmarks import lines
 from benchmarks.approximations.common import facts
+from benchmarks.contenders import Contender
 from benchmarks.lines import Line
-from benchmarks.loops import Contender, Measured
+from benchmarks.loops import Measured
 from benchmarks.workloads import Configuration, Workload
 
 Record = dict[str, Any]

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from benchmarks.approximations.common import facts, text_table
-from benchmarks.loops import Contender, LoopSettings, Measured, chosen_ways, measure_loops, names_of_ways, rows
+from benchmarks.contenders import Contender, chosen_ways, names_of_ways
+from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
 from benchmarks.timing import (
     INTERVALS,

@@ -28,8 +28,9 @@ import torch
 
 from benchmarks import lines, profiles
 from benchmarks.approximations.common import text_table
+from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
-from benchmarks.loops import Contender, LoopSettings, Measured, chosen_ways, measure_loops, names_of_ways, rows
+from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.records import (
     Record,
     loop_record,

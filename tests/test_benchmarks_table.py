@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from benchmarks import laps, lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks import contenders, laps, lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks.contenders import Contender
 from benchmarks.lines import Line, chosen_lines
-from benchmarks.loops import Contender, LoopSettings, Measured, Repeat
+from benchmarks.loops import LoopSettings, Measured, Repeat
 from benchmarks.timing import Intervals
 from benchmarks.workloads import Configuration, Device, Trainer, Workload, kept_by_graphs
 
@@ -78,17 +79,17 @@ def test_options_of_ways_add_up(monkeypatch):
         "fast/inverse": {"a": 3},
         "fast/cuda": {"c": 4},
     }.items():
-        monkeypatch.setitem(loops.WAYS, name, options)
-    assert loops.way_options("fast", "eigen", CPU) == {"solver": "eigen", "a": 1, "b": 2}
-    assert loops.way_options("fast+reduce", "inverse", CPU) == {
+        monkeypatch.setitem(contenders.WAYS, name, options)
+    assert contenders.way_options("fast", "eigen", CPU) == {"solver": "eigen", "a": 1, "b": 2}
+    assert contenders.way_options("fast+reduce", "inverse", CPU) == {
         "solver": "inverse",
         "a": 3,
         "b": 2,
         "sharing": "reduce",
     }
-    assert loops.chosen_ways("fast,plain+compile", compiled=True) == ["fast+compile", "plain+compile"]
+    assert contenders.chosen_ways("fast,plain+compile", compiled=True) == ["fast+compile", "plain+compile"]
     with pytest.raises(ValueError, match="quick"):
-        loops.chosen_ways("quick", compiled=False)
+        contenders.chosen_ways("quick", compiled=False)
 
 
 def test_loops_are_whole_periods():
@@ -103,7 +104,7 @@ def test_sgd_has_its_turns_in_between_but_not_while_something_is_decomposed_besi
     """Here it is for two steps of four that begin with a request."""
     monkeypatch.setitem(loops.STRETCH, "cpu", 5)
     beside = {"overlap": natgrad.Background("cpu"), "delay": 2}
-    monkeypatch.setitem(loops.WAYS, "background", beside)
+    monkeypatch.setitem(contenders.WAYS, "background", beside)
     lengths, run = [], loops._Loop.run
 
     def watched(self, trainer, *, least, most):
@@ -242,7 +243,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has(few, tmp_path, monkeypatch):
 
 
 def test_what_fails_does_not_hide_the_rest(few, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(loops.WAYS, "fast/inverse", {"damping": -1.0})
+    monkeypatch.setitem(contenders.WAYS, "fast/inverse", {"damping": -1.0})
     out = tmp_path / "part.json"
     options = ["--steps", "2", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu", "--out", str(out)]
     assert table.main(["--lines", "1", *options]) == 1
