@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import natgrad
+from benchmarks import disturbed
 from benchmarks.approximations.common import text_table
 from benchmarks.laps import background_ended, differences
 from benchmarks.loops import step
@@ -54,21 +55,27 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Milliseconds of a step: by the clock, of SGD's turns, and medians of phases on the host."""
+    """Milliseconds of a step: by the clock, of SGD's turns before and after, and medians of phases on the host."""
 
     name: str
     mean: float
-    sgd: float
+    turns: tuple[float, float]
     phases: list[float]
     worst: float
     age: int | None
+
+    @property
+    def spread(self) -> float:
+        """How much SGD's turns differ."""
+        return max(self.turns) / min(self.turns)
 
     def cells(self) -> list[str]:
         """For a table."""
         phases = [f"{phase:.2f}" for phase in self.phases]
         age = "-" if self.age is None else str(self.age)
-        ratio = f"{self.mean / self.sgd:.2f}"
-        return [self.name, f"{self.mean:.2f}", f"{self.sgd:.2f}", ratio, *phases, f"{self.worst:.1f}", age]
+        sgd = statistics.fmean(self.turns)
+        ratio = f"{self.mean / sgd:.2f}" + (f" {disturbed.MARK}" if disturbed.unsteady(self.spread) else "")
+        return [self.name, f"{self.mean:.2f}", f"{sgd:.2f}", ratio, *phases, f"{self.worst:.1f}", age]
 
 
 HEADER = ["", "ms a step", "SGD", "x SGD", *PHASES, "worst on the host", "age"]
@@ -118,7 +125,7 @@ def measure(loop: Loop, work: Workload, sgd: Trainer, *, steps: int, busy_size: 
     return Found(
         name=loop.name,
         mean=mean,
-        sgd=(before + mean_ms(sgd, work, turn)) / 2,
+        turns=(before, mean_ms(sgd, work, turn)),
         phases=[statistics.median(phase) for phase in zip(*moments, strict=True)],
         worst=max(map(sum, moments)),
         age=None if age is None else int(age),
@@ -211,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.append(measure(loop, work, sgd, steps=given.steps, busy_size=given.busy_size))
         print(text_table([HEADER, found[-1].cells()]).splitlines()[-1], flush=True)
     print("\n" + text_table([HEADER, *(one.cells() for one in found)]))
+    print("\n".join(disturbed.sentences({f"around “{one.name}”": one.spread for one in found})))
     busy = device_busy(sgd, work)
     if busy is not None:
         print(f"\nthe GPU works {busy[0]:.2f} ms of a step of SGD, in {busy[1]} kernels: what is beyond is the host")

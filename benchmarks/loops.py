@@ -44,10 +44,13 @@ class LoopSettings:
 class Repeat:
     """One loop of a contender. Memory is that of its own model, optimizer, K-FAC and data; None where nobody counts.
     `cpu_ratio` compares the seconds of all cores, on a CPU: others who use it disturb them less than the wall's.
+    `sgd_fastest_ms` and `sgd_slowest_ms` are of SGD's turns around the loop and in it.
     """
 
     mean_ms: float
     sgd_ms: float
+    sgd_fastest_ms: float
+    sgd_slowest_ms: float
     compiled_ms: float | None
     cpu_ratio: float | None
     ms: list[float]
@@ -83,6 +86,8 @@ class Measured:
         found: dict[str, float] = {
             "mean_ms": statistics.median(one.mean_ms for one in self.repeats),
             "sgd_ms": statistics.median(one.sgd_ms for one in self.repeats),
+            # As the ratio, that of the repeat in the middle: where most were undisturbed, it is one of them.
+            "sgd_spread": statistics.median_high(one.sgd_slowest_ms / one.sgd_fastest_ms for one in self.repeats),
             "ratio": statistics.median(self.ratios()),
             "worst_to_median": statistics.median(max(one.ms) / statistics.median(one.ms) for one in self.repeats),
             "mean_age": statistics.fmean(one.mean_age for one in self.repeats),
@@ -202,6 +207,8 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
     return Repeat(
         mean_ms=1e3 * loop.seconds / len(loop.ms),
         sgd_ms=1e3 * others / len(loop.ms),
+        sgd_fastest_ms=1e3 * min(turn.seconds for turn in turns),
+        sgd_slowest_ms=1e3 * max(turn.seconds for turn in turns),
         cpu_ratio=None if work.device.is_cuda else loop.cores / cores,
         compiled_ms=1e3 * statistics.fmean(compiled) if compiled else None,
         ms=loop.ms,
@@ -305,13 +312,19 @@ COLUMNS = {
 
 def rows(found: Sequence[Measured]) -> list[list[str]]:
     """A table."""
-    result = [["", *COLUMNS.values(), "range"]]
+    result = [["", *COLUMNS.values(), "range", "SGD's turns"]]
     for one in found:
         summary = one.summary()
-        spread = f"{min(one.ratios()):.3f}-{max(one.ratios()):.3f}" if one.repeats else "-"
         name = one.name if one.error is None else f"{one.name} (failed)"
-        result.append([name, *(cell(summary, column) for column in COLUMNS), spread])
+        result.append([name, *(cell(summary, column) for column in COLUMNS), *_ranges(one)])
     return result
+
+
+def _ranges(one: Measured) -> list[str]:
+    if not one.repeats:
+        return ["-", "-"]
+    fastest, slowest = min(r.sgd_fastest_ms for r in one.repeats), max(r.sgd_slowest_ms for r in one.repeats)
+    return [f"{min(one.ratios()):.3f}-{max(one.ratios()):.3f}", f"{fastest:.2f}-{slowest:.2f}"]
 
 
 def cell(summary: Mapping[str, float], column: str) -> str:

@@ -86,6 +86,11 @@ def ratio_of(line: Line, record: Record | None) -> float | None:
     return None if record is None else record["summary"].get(name)
 
 
+def spread_of(record: Record | None) -> float | None:
+    """How much SGD's own turns differed; None where nobody kept it, as before the table asked."""
+    return None if record is None else record["summary"].get("sgd_spread")
+
+
 def ways_of(found: Sequence[Record]) -> list[str]:
     """All that were measured, without what lines add."""
     names = dict.fromkeys(record["way"] for record in found if record["kind"] == "loop")

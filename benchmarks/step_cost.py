@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import disturbed
 from benchmarks.approximations.common import facts, text_table
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
@@ -164,7 +165,8 @@ def _append(settings: Settings, found: Iterable[Mapping[str, Any]]) -> None:
 def report_loops(work: Workload, found: Sequence[Measured], settings: Settings) -> None:
     """Prints the table of real loops, appends the records."""
     print(f"\nloops of {work.configuration}; the mean over all steps")
-    print(text_table(rows(found)), flush=True)
+    spreads = {f"beside {one.name}": one.summary()["sgd_spread"] for one in found if one.repeats}
+    print("\n".join([text_table(rows(found)), *disturbed.sentences(spreads)]), flush=True)
     what = facts(work.device, benchmark="loop", **asdict(work.configuration))
     _append(settings, ({**what, "method": one.name, **one.summary(), "error": one.error} for one in found))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import lines, profiles
+from benchmarks import disturbed, lines, profiles
 from benchmarks.approximations.common import text_table
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
@@ -39,6 +39,7 @@ from benchmarks.records import (
     read,
     record_of,
     records_of,
+    spread_of,
     ways_of,
     write,
 )
@@ -85,6 +86,8 @@ def _reached(line: Line, solver: str, record: Record | None) -> str:
         return "failed" if ratio is None else f"{ratio:.3f} (failed later)"
     if ratio is None:
         return "-"
+    if disturbed.unsteady(spread_of(record)):
+        return f"{ratio:.3f} {disturbed.MARK}"
     return f"{ratio:.3f}" if target is None else f"{ratio:.3f} {'✓' if ratio <= target else '✗'}"
 
 
@@ -110,6 +113,17 @@ def sentences(found: Sequence[Record]) -> list[str]:
     return told
 
 
+def doubts(found: Sequence[Record]) -> list[str]:
+    """What lessens the worth of these numbers."""
+    spreads = {}
+    for line in lines.LINES:
+        some = (records_of(line, found, way).values() for way in ways_of(found))
+        known = [spread for one in some for spread in map(spread_of, one) if spread is not None]
+        if known:
+            spreads[f"on line {line.number}"] = max(known)
+    return disturbed.sentences(spreads)
+
+
 def report(found: Sequence[Record]) -> None:
     """Prints all that is known."""
     loops = [record for record in found if record["kind"] == "loop"]
@@ -118,7 +132,7 @@ def report(found: Sequence[Record]) -> None:
         print("  mean (largest); beyond: memory beyond SGD's, factors and decompositions, of SGD's;")
         print("  core seconds (CPU): the ratio of those, which others on the machine disturb less than the clock's")
         print(text_table(table_rows(found), left=3))
-        print("\n".join([*sentences(found), PEER]), flush=True)
+        print("\n".join([*doubts(found), *sentences(found), PEER]), flush=True)
     parts = [record for record in found if record["kind"] == "profile"]
     if parts:
         print(f"\nms a step and share of each part, {parts[0]['model']}, batch {parts[0]['batch']}")

@@ -44,6 +44,8 @@ def repeat(**changes) -> Repeat:
     values = {
         "mean_ms": 3.0,
         "sgd_ms": 2.0,
+        "sgd_fastest_ms": 1.9,
+        "sgd_slowest_ms": 2.1,
         "compiled_ms": 1.0,
         "cpu_ratio": None,
         "ms": [2.0, 2.0, 8.0],
@@ -176,6 +178,7 @@ def test_a_summary_by_hand():
     one.repeats = [repeat(), repeat(mean_ms=4.0), repeat(mean_ms=10.0, peak_bytes=140)]
     found = one.summary()
     assert (found["ratio"], found["compiled_ratio"], found["worst_to_median"]) == (2.0, 4.0, 4.0)
+    assert found["sgd_spread"] == pytest.approx(2.1 / 1.9)
     assert (found["peak_ratio"], found["memory_beyond"]) == (1.5, pytest.approx(0.1))
     one.repeats = [repeat(peak_bytes=None, sgd_peak_bytes=None, compiled_ms=None)]
     assert not {"peak_ratio", "memory_beyond", "compiled_ratio"} & set(one.summary())
