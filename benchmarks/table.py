@@ -115,13 +115,22 @@ def sentences(found: Sequence[Record]) -> list[str]:
 
 def doubts(found: Sequence[Record]) -> list[str]:
     """What lessens the worth of these numbers."""
-    spreads = {}
+    spreads, once = {}, []
     for line in lines.LINES:
-        some = (records_of(line, found, way).values() for way in ways_of(found))
-        known = [spread for one in some for spread in map(spread_of, one) if spread is not None]
+        some = [one for way in ways_of(found) for one in records_of(line, found, way).values()]
+        known = [spread for spread in map(spread_of, some) if spread is not None]
         if known:
             spreads[f"on line {line.number}"] = max(known)
-    return disturbed.sentences(spreads)
+        if any(len(one["repeats"]) == 1 for one in some):
+            once.append(line.number)
+    told = disturbed.sentences(spreads)
+    if once:
+        told.append(f"One run of each on {_named(once)}: a ✓ or ✗ of one run says little, --repeats takes more.")
+    return told
+
+
+def _named(numbers: Sequence[str]) -> str:
+    return f"line {numbers[0]}" if len(numbers) == 1 else f"lines {', '.join(numbers)}"
 
 
 def report(found: Sequence[Record]) -> None:

@@ -262,6 +262,20 @@ def test_marks_of_targets_reached(few):
     assert table._reached(few[0], "eigen", None) == "-"
 
 
+def test_marks_of_one_run_are_said_to_be(few):
+    def record(repeats: int, way: str) -> records.Record:
+        what = {"kind": "loop", "device_type": "cpu", "solver": "eigen", "way": way, "factor": 1, "inverse": 2}
+        configuration = {"model": "tiny", "batch": 4, "precision": "fp32", "size": None, "classes": None}
+        return {**what, **configuration, "summary": {"ratio": 1.3}, "error": None, "repeats": [{}] * repeats}
+
+    assert table.doubts([record(2, "plain")]) == table.doubts([record(0, "plain")]) == []
+    (told,) = table.doubts([record(1, "plain"), record(3, "plain+reduce")])
+    assert told.startswith("One run of each on lines 1, 1c: ")
+    assert "--repeats" in told
+    (told,) = table.doubts([record(1, "plain"), record(1, "plain+reduce")])
+    assert "lines 1, 1c, 2" in told
+
+
 def test_parts_of_a_step(few, tmp_path, capsys):
     files = [tmp_path / f"{name}.json" for name in ("before", "after")]
     for path in files:
