@@ -276,6 +276,8 @@ def measure_loops(
     found = [Measured(contender=contender) for contender in contenders]
     start = time.perf_counter()
     sgd = Baseline(work, settings)
+    for text in raised(contenders, settings.steps, sgd.latest.seconds):
+        print(text, flush=True)
     longest = 0.0
     for number in range(settings.repeats):
         begin = time.perf_counter()
@@ -291,6 +293,20 @@ def measure_loops(
                 tell(one)
         longest = max(longest, time.perf_counter() - begin)
     return found
+
+
+def raised(contenders: Sequence[Contender], steps: int, seconds: float) -> list[str]:
+    """What loops take where that is not what was asked for, and roughly how long, by `seconds` of SGD's step."""
+    told = []
+    for one in {contender.intervals: contender for contender in contenders}.values():
+        length = one.length(steps)
+        if length != steps:
+            least = seconds * (1.5 * length + one.warm_up)  # SGD's turns in between are half as many
+            told.append(
+                f"({length} steps of each loop at {one.intervals}, not {steps}: whole intervals of decompositions; "
+                f"with SGD's turns each takes about {least:.0f} s or more)"
+            )
+    return told
 
 
 # Reporting

@@ -204,6 +204,9 @@ def run(
     return f"{configuration}: failed ({whole.error})", False
 
 
+_WHOLE = "raised to whole intervals of decompositions"
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description="What a step of K-FAC costs, as a ratio to the same step of SGD.")
@@ -221,7 +224,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
     add("--compile", action="store_true", help="K-FAC with a compiled model too")
-    add("--loop", type=int, default=0, metavar="N", help="also the mean over N steps of real loops")
+    add("--loop", type=int, default=0, metavar="N", help=f"also the mean over N steps of real loops, {_WHOLE}")
     add("--ways", default="plain", help=f"of loops: {', '.join(names_of_ways())}, or several with + (default plain)")
     add("--table", action="store_true", help="python -m benchmarks.table, with its options")
     add("--profile", action="store_true", help="also where the time of single steps goes")

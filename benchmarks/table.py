@@ -210,6 +210,9 @@ class Run:
 # The command
 
 
+_WHOLE = "raised to whole intervals of decompositions, 100 for 10/100"
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -217,14 +220,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--lines", help="numbers or names, with commas (default: all that the device can; none with --profile)")
     add("--ways", default="fast", help=f"{', '.join(names_of_ways())}, or several with + (default %(default)s)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
-    add("--steps", type=int, default=300, help="of a loop, at least (default %(default)s)")
+    add("--steps", type=int, default=300, help=f"of a loop, at least: {_WHOLE} (default %(default)s)")
     add("--sgd-steps", type=int, help="of one of SGD's turns, at most (default 50, CPU 10)")
     add("--repeats", type=int, default=3, help="of all loops, at most (default %(default)s)")
     add("--budget", type=float, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
     add("--compile-sgd", action="store_true", help="compiled SGD beside every line, not only where one asks for it")
     add("--compile", action="store_true", help="K-FAC with a compiled model")
     add("--profile", action="store_true", help="the share of each part of a step of ResNet-50 (CPU: ResNet-20), 10/100")
-    add("--profile-steps", type=int, default=100, help="at least (default %(default)s)")
+    add("--profile-steps", type=int, default=100, help="at least, to whole intervals too (default %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSON; the picture goes beside it as .png (default step-cost.json)")
     add("--plot-only", type=Path, metavar="JSON", help="the table and picture of an earlier run again")

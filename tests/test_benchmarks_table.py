@@ -101,6 +101,20 @@ def test_loops_are_whole_periods():
     assert [Contender(solver="eigen", way="plain", intervals=each).warm_up for each in (rare, often)] == [20, 20]
 
 
+def test_loops_that_take_more_steps_than_were_asked_for_say_so(few, tmp_path, capsys):
+    rare, often = (
+        Contender(solver="eigen", way="plain", intervals=Intervals(factor=1, inverse=each)) for each in (100, 10)
+    )
+    assert loops.raised([rare, often], 300, 0.1) == []
+    (told,) = loops.raised([rare, often, rare], 20, 0.1)
+    assert told.startswith("(100 steps of each loop at 1/100, not 20: whole intervals")
+    assert "about 17 s or more" in told  # 150 steps, and 20 to warm up
+    options = ["--ways", "plain", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu"]
+    assert table.main(["--lines", "2", "--steps", "1", *options, "--out", str(tmp_path / "one.json")]) == 0
+    assert "(2 steps of each loop at 1/2, not 1: " in capsys.readouterr().out
+    assert "raised to whole intervals" in " ".join(table.arguments().format_help().split())
+
+
 @pytest.mark.parametrize("way", ["plain", "staggered", "background"])
 def test_sgd_has_its_turns_in_between_but_not_while_something_is_decomposed_beside(monkeypatch, way):
     """Here it is for two steps of four that begin with a request."""
