@@ -38,6 +38,7 @@ from benchmarks.cifar10 import (
     load,
     padded,
 )
+from benchmarks.command import device_of
 from benchmarks.laps import background_ended
 from benchmarks.overlap.common import set_style, write
 from benchmarks.workloads import Device
@@ -228,7 +229,7 @@ def train_all(given: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
     names = given.variants.split(",")
     if not set(names) <= set(LABELS):
         raise ValueError(f"--variants takes {', '.join(LABELS)}, got {given.variants}")
-    settings, device = settings_of(given), Device(given.device)
+    settings, device = settings_of(given), device_of(given.device)
     training, test = (part.first(given.limit) for part in load(given.data, device.torch))
     data = (Images(pixels=padded(training.pixels), labels=training.labels), test)
     steps = settings.epochs * (len(training) // settings.batch)

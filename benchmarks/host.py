@@ -24,9 +24,10 @@ import torch
 import natgrad
 from benchmarks import disturbed
 from benchmarks.approximations.common import text_table
+from benchmarks.command import device_of
 from benchmarks.laps import background_ended, differences
 from benchmarks.loops import step
-from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Device, Trainer, Workload
+from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Trainer, Workload
 
 PHASES = ("forward", "backward", "K-FAC", "optimizer")
 _EARLY = 4  # the last step that decomposes while a loop warms up
@@ -180,11 +181,10 @@ def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     add = parser.add_argument
-    gpu = torch.cuda.is_available()
     add("--model", choices=sorted(NETWORKS), default="resnet32")
     add("--batch", type=int, default=128)
     add("--size", type=int, help="of images, or tokens")
-    add("--precision", choices=PRECISIONS, default="tf32" if gpu else "fp32")
+    add("--precision", choices=PRECISIONS, help="default tf32 on a GPU, else fp32")
     add("--solver", choices=SOLVERS, default="eigen")
     add("--factor", type=int, default=1, help="steps between statistics (default %(default)s)")
     add("--inverse", type=int, default=10, help="steps between decompositions (default %(default)s)")
@@ -192,7 +192,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--busy", type=int, default=0, help="cores that others keep busy in two more loops (default %(default)s)")
     add("--busy-size", type=int, default=577, help="of the matrices that they decompose (default %(default)s)")
     add("--steps", type=int, default=200, help="of a loop (default %(default)s)")
-    add("--device", default="cuda" if gpu else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
@@ -202,11 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if min(given.steps, given.batch, given.factor, given.inverse, given.busy_size) < 1 or given.busy < 0:
         parser.error("--steps, --batch, --factor, --inverse and --busy-size are at least 1, --busy at least 0")
-    device = Device(given.device)
-    device.set_precision(given.precision)
-    work = Workload(
-        Configuration(model=given.model, batch=given.batch, precision=given.precision, size=given.size), device
-    )
+    try:
+        device = device_of(given.device)
+        precision = given.precision or ("tf32" if device.is_cuda else "fp32")
+        device.set_precision(precision)
+    except ValueError as error:
+        parser.error(str(error))
+    work = Workload(Configuration(model=given.model, batch=given.batch, precision=precision, size=given.size), device)
     print(f"{device}, torch {torch.__version__}: {work.configuration}, {given.solver}, {given.factor}/{given.inverse}")
     sgd = Trainer(work)
     mean_ms(sgd, work, 10)

@@ -35,6 +35,7 @@ import torch
 
 from benchmarks import disturbed
 from benchmarks.approximations.common import facts, text_table
+from benchmarks.command import device_of
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
@@ -238,7 +239,10 @@ def parsed(
     """What the command line asks for."""
     parser = arguments()
     given = parser.parse_args(argv)
-    device = Device(given.device)
+    try:
+        device, ways = device_of(given.device), chosen_ways(given.ways, compiled=given.compile)
+    except ValueError as error:
+        parser.error(str(error))
     solvers = tuple(given.solver.split(","))
     if not set(solvers) <= set(SOLVERS):
         parser.error(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
@@ -261,6 +265,8 @@ def parsed(
             classes=given.classes,
         )
         configurations = [one]
+    if given.precision == "tf32" and not device.is_cuda:
+        parser.error("tf32 needs a GPU")
     settings = Settings(
         solvers=solvers,
         # Many short rounds on the CPU, which is rarely ours alone.
@@ -272,10 +278,6 @@ def parsed(
         profile=given.profile,
         json=given.json,
     )
-    try:
-        ways = chosen_ways(given.ways, compiled=given.compile)
-    except ValueError as error:
-        parser.error(str(error))
     loops = None
     if given.loop:
         sgd_steps = min(50, given.loop)

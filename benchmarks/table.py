@@ -28,6 +28,7 @@ import torch
 
 from benchmarks import disturbed, lines, profiles
 from benchmarks.approximations.common import text_table
+from benchmarks.command import device_of
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
@@ -238,7 +239,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def measured(given: argparse.Namespace) -> Run:
     """Runs what the command line asks for."""
-    device = Device(given.device)
+    device = device_of(given.device)
     ways, solvers = chosen_ways(given.ways, compiled=given.compile), given.solver.split(",")
     if not set(solvers) <= set(SOLVERS):
         raise ValueError(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")

@@ -1,0 +1,56 @@
+"""What command lines of benchmarks refuse, in one line and before anything is done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from benchmarks import cifar10, fast_paths, host, step_cost, table
+from benchmarks.approximations.__main__ import main as approximations
+from benchmarks.overlap.__main__ import main as overlap
+
+
+def refused(main, words, capsys) -> str:
+    """What it says beneath its usage, on one line, where it measures nothing."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    told = printed.err.splitlines()[-1]
+    assert ": error: " in told
+    return told
+
+
+MAINS = {
+    "table": (table.main, []),
+    "table, lines": (table.main, ["--lines", "nothing"]),
+    "step_cost": (step_cost.main, []),
+    "host": (host.main, []),
+    "fast_paths": (fast_paths.main, ["--data", "."]),
+    "cifar10": (cifar10.main, ["--data", "."]),
+    "overlap times": (overlap, ["times"]),
+    "overlap cifar10": (overlap, ["cifar10", "--data", "."]),
+    "approximations": (approximations, ["sharing"]),
+}
+
+
+DEVICES = {"tpu": "not a device", "cuda": "no CUDA device", "meta": "cpu or cuda"}
+
+
+@pytest.mark.parametrize("name", MAINS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_devices_that_are_not_there(name, device, capsys, monkeypatch):
+    main, words = MAINS[name]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = refused(main, [*words, "--device", device], capsys)
+    assert f"--device '{device}'" in told
+    assert DEVICES[device] in told
+
+
+@pytest.mark.parametrize("main", [host.main, step_cost.main])
+def test_tf32_needs_a_gpu(main, capsys):
+    assert "tf32 needs a GPU" in refused(main, ["--device", "cpu", "--model", "tiny", "--precision", "tf32"], capsys)
