@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+from collections.abc import Callable
+
 from benchmarks.workloads import Device
 from natgrad.training import ranks
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an argument that counts: at least so many."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or number < least:
+            raise argparse.ArgumentTypeError(f"takes a whole number, at least {least}, got {text!r}")
+        return number
+
+    return read
+
+
+def _real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan  # fits nowhere
+        if not fits(number):
+            raise argparse.ArgumentTypeError(f"takes {expected}, got {text!r}")
+        return number
+
+    return read
+
+
+# The types of other numbers.
+budget = _real("seconds, at least 0", lambda number: number >= 0)
+positive = _real("a number above 0", lambda number: 0 < number < math.inf)
+not_negative = _real("a number, at least 0", lambda number: 0 <= number < math.inf)
+part = _real("a part: above 0, at most 1", lambda number: 0 < number <= 1)
+momentum = _real("a number, at least 0 and below 1", lambda number: 0 <= number < 1)
 
 
 def device_of(name: str) -> Device:

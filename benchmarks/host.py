@@ -24,7 +24,7 @@ import torch
 import natgrad
 from benchmarks import disturbed
 from benchmarks.approximations.common import text_table
-from benchmarks.command import device_of
+from benchmarks.command import device_of, part, whole
 from benchmarks.laps import background_ended, differences
 from benchmarks.loops import step
 from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Trainer, Workload
@@ -182,16 +182,16 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     add = parser.add_argument
     add("--model", choices=sorted(NETWORKS), default="resnet32")
-    add("--batch", type=int, default=128)
-    add("--size", type=int, help="of images, or tokens")
+    add("--batch", type=whole(1), default=128)
+    add("--size", type=whole(1), help="of images, or tokens")
     add("--precision", choices=PRECISIONS, help="default tf32 on a GPU, else fp32")
     add("--solver", choices=SOLVERS, default="eigen")
-    add("--factor", type=int, default=1, help="steps between statistics (default %(default)s)")
-    add("--inverse", type=int, default=10, help="steps between decompositions (default %(default)s)")
-    add("--fraction", type=float, default=0.5, help="stats_fraction (default %(default)s)")
-    add("--busy", type=int, default=0, help="cores that others keep busy in two more loops (default %(default)s)")
-    add("--busy-size", type=int, default=577, help="of the matrices that they decompose (default %(default)s)")
-    add("--steps", type=int, default=200, help="of a loop (default %(default)s)")
+    add("--factor", type=whole(1), default=1, help="steps between statistics (default %(default)s)")
+    add("--inverse", type=whole(1), default=10, help="steps between decompositions (default %(default)s)")
+    add("--fraction", type=part, default=0.5, help="stats_fraction (default %(default)s)")
+    add("--busy", type=whole(0), default=0, help="cores that others keep busy in two more loops (default %(default)s)")
+    add("--busy-size", type=whole(1), default=577, help="of the matrices that they decompose (default %(default)s)")
+    add("--steps", type=whole(1), default=200, help="of a loop (default %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
@@ -200,8 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = arguments()
     given = parser.parse_args(argv)
-    if min(given.steps, given.batch, given.factor, given.inverse, given.busy_size) < 1 or given.busy < 0:
-        parser.error("--steps, --batch, --factor, --inverse and --busy-size are at least 1, --busy at least 0")
     try:
         device = device_of(given.device)
         precision = given.precision or ("tf32" if device.is_cuda else "fp32")

@@ -35,7 +35,7 @@ import torch
 
 from benchmarks import disturbed
 from benchmarks.approximations.common import facts, text_table
-from benchmarks.command import device_of
+from benchmarks.command import budget, device_of, whole
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
@@ -214,18 +214,18 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--suite", choices=sorted(SUITES), help="a set of workloads; by default the one of this device")
     add("--model", choices=sorted(NETWORKS), help="one workload instead of a suite")
-    add("--batch", type=int, help="with --model (default 128)")
+    add("--batch", type=whole(1), help="with --model (default 128)")
     add("--precision", choices=PRECISIONS, help="with --model (default fp32)")
-    add("--size", type=int, help="with --model: height and width, or tokens (default: what the model is made for)")
-    add("--classes", type=int, help="with --model: classes, or words of a GPT (default 1000, CIFAR 10, GPT 1024)")
+    add("--size", type=whole(1), help="with --model: height and width, or tokens (default: what the model is made for)")
+    add("--classes", type=whole(1), help="with --model: classes, or words of a GPT (default 1000, CIFAR 10, GPT 1024)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
-    add("--rounds", type=int, help="turns of each method (default 5, CPU 8)")
-    add("--steps", type=int, help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
-    add("--budget", type=float, help="seconds for the rounds of a workload, the first apart (default 55, CPU 180)")
+    add("--rounds", type=whole(1), help="turns of each method (default 5, CPU 8)")
+    add("--steps", type=whole(1), help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
+    add("--budget", type=budget, help="seconds for the rounds of a workload, the first apart (default 55, CPU 180)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
     add("--compile", action="store_true", help="K-FAC with a compiled model too")
-    add("--loop", type=int, default=0, metavar="N", help=f"also the mean over N steps of real loops, {_WHOLE}")
+    add("--loop", type=whole(0), default=0, metavar="N", help=f"also the mean over N steps of real loops, {_WHOLE}")
     add("--ways", default="plain", help=f"of loops: {', '.join(names_of_ways())}, or several with + (default plain)")
     add("--table", action="store_true", help="python -m benchmarks.table, with its options")
     add("--profile", action="store_true", help="also where the time of single steps goes")
@@ -251,9 +251,6 @@ def parsed(
         parser.error(f"--{single[0]} belongs to --model")
     if given.model is not None and given.suite is not None:
         parser.error("--model or --suite, not both")
-    numbers = [n for n in (given.batch, given.size, given.classes, given.rounds, given.steps) if n is not None]
-    if min(numbers, default=1) < 1 or given.loop < 0:
-        parser.error("--batch, --size, --classes, --rounds and --steps are at least 1, --loop at least 0")
     if given.model is None:
         configurations = SUITES[given.suite or ("h200" if device.is_cuda else "cpu")]
     else:
@@ -267,12 +264,13 @@ def parsed(
         configurations = [one]
     if given.precision == "tf32" and not device.is_cuda:
         parser.error("tf32 needs a GPU")
+    seconds = 55.0 if device.is_cuda else 180.0
     settings = Settings(
         solvers=solvers,
         # Many short rounds on the CPU, which is rarely ours alone.
         rounds=given.rounds or (5 if device.is_cuda else 8),
         steps=given.steps or (10 if device.is_cuda else 2),
-        budget=given.budget or (55.0 if device.is_cuda else 180.0),
+        budget=seconds if given.budget is None else given.budget,
         compile_sgd=given.compile_sgd,
         compile=given.compile,
         profile=given.profile,

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import disturbed, lines, profiles
 from benchmarks.approximations.common import text_table
-from benchmarks.command import device_of
+from benchmarks.command import budget, device_of, whole
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
@@ -221,14 +221,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--lines", help="numbers or names, with commas (default: all that the device can; none with --profile)")
     add("--ways", default="fast", help=f"{', '.join(names_of_ways())}, or several with + (default %(default)s)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
-    add("--steps", type=int, default=300, help=f"of a loop, at least: {_WHOLE} (default %(default)s)")
-    add("--sgd-steps", type=int, help="of one of SGD's turns, at most (default 50, CPU 10)")
-    add("--repeats", type=int, default=3, help="of all loops, at most (default %(default)s)")
-    add("--budget", type=float, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
+    add("--steps", type=whole(1), default=300, help=f"of a loop, at least: {_WHOLE} (default %(default)s)")
+    add("--sgd-steps", type=whole(1), help="of one of SGD's turns, at most (default 50, CPU 10)")
+    add("--repeats", type=whole(1), default=3, help="of all loops, at most (default %(default)s)")
+    add("--budget", type=budget, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
     add("--compile-sgd", action="store_true", help="compiled SGD beside every line, not only where one asks for it")
     add("--compile", action="store_true", help="K-FAC with a compiled model")
     add("--profile", action="store_true", help="the share of each part of a step of ResNet-50 (CPU: ResNet-20), 10/100")
-    add("--profile-steps", type=int, default=100, help="at least, to whole intervals too (default %(default)s)")
+    add("--profile-steps", type=whole(1), default=100, help="at least, to whole intervals too (default %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSON; the picture goes beside it as .png (default step-cost.json)")
     add("--plot-only", type=Path, metavar="JSON", help="the table and picture of an earlier run again")
@@ -244,9 +244,7 @@ def measured(given: argparse.Namespace) -> Run:
     if not set(solvers) <= set(SOLVERS):
         raise ValueError(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
     sgd_steps = given.sgd_steps or (50 if device.is_cuda else 10)
-    if min(given.steps, sgd_steps, given.repeats, given.profile_steps) < 1:
-        raise ValueError("--steps, --sgd-steps, --repeats and --profile-steps are at least 1")
-    kind = device.torch.type
+    kind, seconds = device.torch.type, 60.0 if device.is_cuda else 900.0
     chosen = [] if given.profile and given.lines is None else chosen_lines(given.lines, kind, lines.LINES)
     run = Run(device, given.out)
     print(f"{device}, torch {torch.__version__}", flush=True)
@@ -259,7 +257,7 @@ def measured(given: argparse.Namespace) -> Run:
             steps=given.steps,
             sgd_steps=sgd_steps,
             repeats=given.repeats,
-            budget=given.budget or (60.0 if device.is_cuda else 900.0),
+            budget=seconds if given.budget is None else given.budget,
             compile_sgd=given.compile_sgd or any(line.compiled for line in some),
         )
         run.loops(some, ways, solvers, settings)

@@ -54,3 +54,42 @@ def test_devices_that_are_not_there(name, device, capsys, monkeypatch):
 @pytest.mark.parametrize("main", [host.main, step_cost.main])
 def test_tf32_needs_a_gpu(main, capsys):
     assert "tf32 needs a GPU" in refused(main, ["--device", "cpu", "--model", "tiny", "--precision", "tf32"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("main", "option", "words"),
+    [
+        (table.main, "--budget", ["-1", "nan", "soon"]),
+        (table.main, "--steps", ["0", "-3", "1.5", "many"]),
+        (table.main, "--sgd-steps", ["0"]),
+        (table.main, "--repeats", ["0"]),
+        (table.main, "--profile-steps", ["0"]),
+        (step_cost.main, "--budget", ["-1"]),
+        (step_cost.main, "--rounds", ["0"]),
+        (step_cost.main, "--steps", ["0"]),
+        (step_cost.main, "--loop", ["-1"]),
+        (host.main, "--size", ["0"]),
+        (host.main, "--busy", ["-1"]),
+        (host.main, "--fraction", ["0", "1.5", "nan"]),
+        (fast_paths.main, "--seeds", ["0"]),
+        (fast_paths.main, "--limit", ["-5"]),
+        (fast_paths.main, "--damping", ["0", "inf"]),
+        (fast_paths.main, "--momentum", ["1"]),
+        (fast_paths.main, "--weight-decay", ["-1e-4"]),
+    ],
+)
+def test_numbers_that_cannot_be(main, option, words, capsys):
+    for word in words:
+        told = refused(main, [f"{option}={word}"], capsys)
+        assert option in told
+        assert told.endswith(f"got '{word}'")
+
+
+def test_a_budget_of_nothing_is_not_the_usual_one(monkeypatch):
+    settings = []
+    monkeypatch.setattr(table.Run, "loops", lambda self, some, ways, solvers, given: settings.append(given))
+    monkeypatch.setattr(table, "report", lambda found: None)
+    for words in (["--budget", "0"], []):
+        assert table.main(["--device", "cpu", "--lines", "9a", *words]) == 0
+    assert [one.budget for one in settings] == [0.0, 900.0]
+    assert step_cost.parsed(["--device", "cpu", "--budget", "0"])[2].budget == 0.0
