@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.workloads import Device
 from natgrad.training import ranks
@@ -44,6 +45,14 @@ positive = _real("a number above 0", lambda number: 0 < number < math.inf)
 not_negative = _real("a number, at least 0", lambda number: 0 <= number < math.inf)
 part = _real("a part: above 0, at most 1", lambda number: 0 < number <= 1)
 momentum = _real("a number, at least 0 and below 1", lambda number: 0 <= number < 1)
+
+
+def check_out(option: str, path: Path) -> None:
+    """ValueError where a file cannot be written there: a folder by mistake would be made, even at the root."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder, not a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def device_of(name: str) -> Device:

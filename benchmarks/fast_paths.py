@@ -38,7 +38,7 @@ from benchmarks.cifar10 import (
     load,
     padded,
 )
-from benchmarks.command import device_of, momentum, not_negative, positive, whole
+from benchmarks.command import check_out, device_of, momentum, not_negative, positive, whole
 from benchmarks.laps import background_ended
 from benchmarks.overlap.common import set_style, write
 from benchmarks.workloads import Device
@@ -229,6 +229,7 @@ def train_all(given: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
     names = given.variants.split(",")
     if not set(names) <= set(LABELS):
         raise ValueError(f"--variants takes {', '.join(LABELS)}, got {given.variants}")
+    check_out("--out", given.out)
     settings, device = settings_of(given), device_of(given.device)
     training, test = (part.first(given.limit) for part in load(given.data, device.torch))
     data = (Images(pixels=padded(training.pixels), labels=training.labels), test)

@@ -101,7 +101,6 @@ def ways_of(found: Sequence[Record]) -> list[str]:
 
 def write(path: Path, found: Sequence[Record]) -> None:
     """As JSON, a record on one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(record) for record in found)
     path.write_text(f'{{"records": [\n{lines}\n]}}\n')
 

@@ -35,7 +35,7 @@ import torch
 
 from benchmarks import disturbed
 from benchmarks.approximations.common import facts, text_table
-from benchmarks.command import budget, device_of, whole
+from benchmarks.command import budget, check_out, device_of, whole
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
@@ -240,6 +240,8 @@ def parsed(
     parser = arguments()
     given = parser.parse_args(argv)
     try:
+        if given.json is not None:
+            check_out("--json", given.json)
         device, ways = device_of(given.device), chosen_ways(given.ways, compiled=given.compile)
     except ValueError as error:
         parser.error(str(error))

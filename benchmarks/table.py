@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import disturbed, lines, profiles
 from benchmarks.approximations.common import text_table
-from benchmarks.command import budget, device_of, whole
+from benchmarks.command import budget, check_out, device_of, whole
 from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
@@ -273,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     worked = True
     try:
+        if given.out is not None:
+            check_out("--out", given.out)
         if given.plot_profile:
             files = {path.stem: read(path) for path in given.plot_profile}
             pictures.draw_profiles(files, out=given.out or Path("profile.png"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ pytest.importorskip("rich")
 from benchmarks import cifar10, fast_paths, host, step_cost, table
 from benchmarks.approximations.__main__ import main as approximations
 from benchmarks.overlap.__main__ import main as overlap
+
+EARLIER = Path(__file__).parents[1] / "docs/step-cost.json"
 
 
 def refused(main, words, capsys) -> str:
@@ -93,3 +97,22 @@ def test_a_budget_of_nothing_is_not_the_usual_one(monkeypatch):
         assert table.main(["--device", "cpu", "--lines", "9a", *words]) == 0
     assert [one.budget for one in settings] == [0.0, 900.0]
     assert step_cost.parsed(["--device", "cpu", "--budget", "0"])[2].budget == 0.0
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (table.main, ["--out"]),
+        (table.main, ["--merge", EARLIER, "--out"]),
+        (table.main, ["--plot-only", EARLIER, "--out"]),
+        (table.main, ["--plot-profile", EARLIER, "--out"]),
+        (step_cost.main, ["--table", "--out"]),
+        (step_cost.main, ["--json"]),
+        (fast_paths.main, ["--data", ".", "--out"]),
+    ],
+)
+def test_a_file_in_a_folder_that_is_not_there(main, words, tmp_path, capsys):
+    folder = tmp_path / "missing"
+    assert refused(main, [*words, folder / "one.json"], capsys).endswith(f"there is no folder {folder}")
+    assert not folder.exists()
+    assert refused(main, [*words, tmp_path], capsys).endswith(f"{tmp_path} is a folder, not a file")
