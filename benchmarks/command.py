@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.workloads import Device
@@ -53,6 +54,20 @@ def check_out(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} is a folder, not a file")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+
+
+@contextmanager
+def written_by(command: str, path: Path) -> Iterator[None]:
+    """Reading a file: ValueError names it, and what was expected, where it is not what this command writes."""
+    expected = f"expected JSON as python -m {command} writes it"
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {expected}") from None
+    except ValueError:
+        raise ValueError(f"{path} is not JSON; {expected}") from None
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{path} has other things in it; {expected}") from None
 
 
 def device_of(name: str) -> Device:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import lines
 from benchmarks.approximations.common import facts
+from benchmarks.command import written_by
 from benchmarks.contenders import Contender
 from benchmarks.lines import Line
 from benchmarks.loops import Measured
@@ -106,6 +107,10 @@ def write(path: Path, found: Sequence[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """What `write` has written."""
-    records: list[Record] = json.loads(path.read_text())["records"]
+    """What `write` has written; ValueError names a file that is something else."""
+    with written_by("benchmarks.table", path):
+        records: list[Record] = json.loads(path.read_text())["records"]
+        for record in records:
+            key_of(record)
+            record["summary" if record["kind"] == "loop" else "parts"].keys()
     return records

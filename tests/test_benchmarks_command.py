@@ -116,3 +116,45 @@ def test_a_file_in_a_folder_that_is_not_there(main, words, tmp_path, capsys):
     assert refused(main, [*words, folder / "one.json"], capsys).endswith(f"there is no folder {folder}")
     assert not folder.exists()
     assert refused(main, [*words, tmp_path], capsys).endswith(f"{tmp_path} is a folder, not a file")
+
+
+@pytest.mark.parametrize(
+    ("main", "option", "command"),
+    [
+        (table.main, "--plot-only", "benchmarks.table"),
+        (table.main, "--merge", "benchmarks.table"),
+        (table.main, "--plot-profile", "benchmarks.table"),
+        (fast_paths.main, "--plot-only", "benchmarks.fast_paths"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("# natgrad", "is not JSON"),
+        ("[]", "has other things in it"),
+        ('{"records": [{"kind": "loop"}]}', "has other things in it"),
+        ('{"runs": [{"variant": "sgd", "seed": 0}]}', "has other things in it"),
+        (None, "No such file"),
+    ],
+)
+def test_files_of_something_else_are_named(main, option, command, text, why, tmp_path, capsys):
+    path = tmp_path / "one.json"
+    if text is not None:
+        path.write_text(text)
+    told = refused(main, [option, path], capsys)
+    assert f"{path}" in told
+    assert why in told
+    assert f"expected JSON as python -m {command} writes it" in told
+
+
+def test_files_of_other_benchmarks_are_named(capsys):
+    for main, other in (
+        (fast_paths.main, "step-cost"),
+        (fast_paths.main, "overlap-cifar10"),
+        (fast_paths.main, "cifar10"),
+        (table.main, "fast-paths"),
+        (table.main, "digits"),
+    ):
+        path = EARLIER.with_name(f"{other}.json")
+        assert f"{path} has other things in it" in refused(main, ["--plot-only", path], capsys)
+    assert refused(table.main, ["--plot-only", EARLIER.parent], capsys).count(str(EARLIER.parent)) == 1
