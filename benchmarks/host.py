@@ -23,7 +23,6 @@ import torch
 
 import natgrad
 from benchmarks import disturbed
-from benchmarks.approximations.common import text_table
 from benchmarks.command import device_of, part, whole
 from benchmarks.laps import background_ended, differences
 from benchmarks.loops import step
@@ -80,6 +79,19 @@ class Found:
 
 
 HEADER = ["", "ms a step", "SGD", "x SGD", *PHASES, "worst on the host", "age"]
+_NARROWEST = 7  # what numbers take, which are not known when the head is printed
+EXPLAINED = (
+    "SGD: its own step, in turns before and after this loop; phases: medians by the host's clock, without waiting",
+    "worst on the host: the longest step of all, by its phases; age: steps since the oldest factors in use were taken",
+)
+
+
+def line_of(cells: Sequence[str], some: Sequence[Loop]) -> str:
+    """Cells in columns that fit all loops, before these have been measured."""
+    name, *numbers = cells
+    widths = [max(len(head), _NARROWEST) for head in HEADER[1:]]
+    set_right = (cell.rjust(width) for cell, width in zip(numbers, widths, strict=True))
+    return "  ".join([name.ljust(max(len(loop.name) for loop in some)), *set_right])
 
 
 def loops(*, solver: str, factor: int, inverse: int, fraction: float, busy: int) -> list[Loop]:
@@ -214,11 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         solver=given.solver, factor=given.factor, inverse=given.inverse, fraction=given.fraction, busy=given.busy
     )
     found = []
+    print("\n" + line_of(HEADER, some), flush=True)
     for loop in some:
         found.append(measure(loop, work, sgd, steps=given.steps, busy_size=given.busy_size))
-        print(text_table([HEADER, found[-1].cells()]).splitlines()[-1], flush=True)
-    print("\n" + text_table([HEADER, *(one.cells() for one in found)]))
-    print("\n".join(disturbed.sentences({f"around “{one.name}”": one.spread for one in found})))
+        print(line_of(found[-1].cells(), some), flush=True)
+    doubts = disturbed.sentences({f"around “{one.name}”": one.spread for one in found})
+    print("\n".join(["", *EXPLAINED, *doubts]))
     busy = device_busy(sgd, work)
     if busy is not None:
         print(f"\nthe GPU works {busy[0]:.2f} ms of a step of SGD, in {busy[1]} kernels: what is beyond is the host")
