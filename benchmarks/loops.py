@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks import disturbed
 from benchmarks.contenders import Contender
 from benchmarks.laps import Laps, background_ended, counters, decomposes, differences, oldest
 from benchmarks.workloads import Trainer, Workload, failing_into
@@ -61,6 +62,11 @@ class Repeat:
     state_bytes: int
     counters: dict[str, int]
 
+    @property
+    def sgd_spread(self) -> float:
+        """How much SGD's turns differed."""
+        return self.sgd_slowest_ms / self.sgd_fastest_ms
+
 
 @dataclass(kw_only=True)
 class Measured:
@@ -87,7 +93,7 @@ class Measured:
             "mean_ms": statistics.median(one.mean_ms for one in self.repeats),
             "sgd_ms": statistics.median(one.sgd_ms for one in self.repeats),
             # As the ratio, that of the repeat in the middle: where most were undisturbed, it is one of them.
-            "sgd_spread": statistics.median_high(one.sgd_slowest_ms / one.sgd_fastest_ms for one in self.repeats),
+            "sgd_spread": statistics.median_high(one.sgd_spread for one in self.repeats),
             "ratio": statistics.median(self.ratios()),
             "worst_to_median": statistics.median(max(one.ms) / statistics.median(one.ms) for one in self.repeats),
             "mean_age": statistics.fmean(one.mean_age for one in self.repeats),
@@ -326,6 +332,9 @@ COLUMNS = {
 }
 
 
+RATIOS = ("ratio", "compiled_ratio")  # of times by the clock, which others on the machine disturb
+
+
 def rows(found: Sequence[Measured]) -> list[list[str]]:
     """A table."""
     result = [["", *COLUMNS.values(), "range", "SGD's turns"]]
@@ -352,5 +361,6 @@ def cell(summary: Mapping[str, float], column: str) -> str:
         return f"{value / 2**20:,.0f} MiB"
     if column == "memory_beyond":
         return f"{value:+.1%}"
+    mark = f" {disturbed.MARK}" if column in RATIOS and disturbed.unsteady(summary.get("sgd_spread")) else ""
     form = {"mean_ms": ".2f", "sgd_ms": ".2f", "ratio": ".3f", "mean_age": ".0f", "largest_age": ".0f"}
-    return format(value, form.get(column, ".2f"))
+    return format(value, form.get(column, ".2f")) + mark

@@ -193,7 +193,8 @@ class Run:
     def _tell(self, work: Workload, one: Measured) -> None:
         self.add(loop_record(work, one))
         if one.repeats and one.error is None:
-            print(f"{work.configuration}, {one.name}: x{one.ratios()[-1]:.3f}", flush=True)
+            mark = f" {disturbed.MARK}" if disturbed.unsteady(one.repeats[-1].sgd_spread) else ""
+            print(f"{work.configuration}, {one.name}: x{one.ratios()[-1]:.3f}{mark}", flush=True)
 
     def profile(self, line: Line, ways: Sequence[str], solvers: Sequence[str], *, steps: int) -> None:
         """SGD's parts and those of every contender."""
