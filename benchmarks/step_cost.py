@@ -40,6 +40,8 @@ from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
 from benchmarks.timing import (
+    DECOMPOSE,
+    FACTOR,
     INTERVALS,
     KINDS,
     PRECONDITION,
@@ -51,6 +53,13 @@ from benchmarks.timing import (
     measure,
 )
 from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Device, Workload, failing_into
+
+_RARE, _OFTEN = INTERVALS
+EXPLAINED = (
+    f"{PRECONDITION}: a step that only does that; {FACTOR}: takes statistics too; {DECOMPOSE}: decomposes them as well",
+    f"{_RARE} and {_OFTEN}: the mean step with statistics and decompositions that often, counted from those kinds",
+    "range: of the ratio, round by round; best: the fastest step of its kind over SGD's fastest, of all rounds",
+)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -145,7 +154,7 @@ def report(work: Workload, results: Sequence[Result], settings: Settings) -> str
     rounds = len(results[0].seconds.get(STEP, []))
     where = f"{work.device}, torch {torch.__version__}"
     print(f"\n{work.configuration} on {where}, {rounds} rounds of {settings.steps} steps")
-    print(table(results))
+    print("\n".join([table(results), *EXPLAINED]))
     for result in results:
         if result.trouble is not None:
             print(f"{result.name}: not all steps went well: {result.trouble}")

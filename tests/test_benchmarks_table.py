@@ -311,7 +311,10 @@ def test_step_costs_with_loops(tmp_path, capsys):
     options = ["--batch", "4", "--rounds", "1", "--steps", "1", "--device", "cpu", "--json", str(out)]
     loop = ["--loop", "100", "--ways", "plain,background", "--solver", "inverse"]
     assert step_cost.main(["--model", "tiny", *options, *loop]) == 0
-    assert "inverse, background, 1/10" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "inverse, background, 1/10" in printed
+    assert all(text in printed.splitlines() for text in step_cost.EXPLAINED)
+    assert "10/100 and 1/10: the mean step" in printed
     found = [json.loads(text) for text in out.read_text().splitlines()]
     assert [one["benchmark"] for one in found] == ["step_cost"] * 2 + ["loop"] * 4
 
