@@ -1,7 +1,9 @@
-"""What command lines of benchmarks refuse, in one line and before anything is done."""
+"""What command lines of benchmarks refuse, in one line and before anything is done; and the files that they leave."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from benchmarks import cifar10, fast_paths, host, step_cost, table
 from benchmarks.approximations.__main__ import main as approximations
 from benchmarks.overlap.__main__ import main as overlap
 
-EARLIER = Path(__file__).parents[1] / "docs/step-cost.json"
+ROOT = Path(__file__).parents[1]
+EARLIER = ROOT / "docs/step-cost.json"
 
 
 def refused(main, words, capsys) -> str:
@@ -158,3 +161,18 @@ def test_files_of_other_benchmarks_are_named(capsys):
         path = EARLIER.with_name(f"{other}.json")
         assert f"{path} has other things in it" in refused(main, ["--plot-only", path], capsys)
     assert refused(table.main, ["--plot-only", EARLIER.parent], capsys).count(str(EARLIER.parent)) == 1
+
+
+def test_what_is_written_by_default_is_not_offered_to_git():
+    if shutil.which("git") is None or subprocess.run(["git", "rev-parse"], cwd=ROOT, check=False).returncode:
+        pytest.skip("no clone, or git does not trust it")
+    for name, ignored in {
+        "step-cost.json": True,
+        "step-cost.png": True,
+        "profile.png": True,
+        "docs/step-cost.json": False,
+        "docs/step-cost.png": False,
+        "docs/profile.png": False,
+    }.items():
+        found = subprocess.run(["git", "check-ignore", "--quiet", "--no-index", name], cwd=ROOT, check=False)
+        assert found.returncode == (0 if ignored else 1), name
