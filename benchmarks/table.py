@@ -13,6 +13,9 @@ settings, CIFAR's ResNet-32 against eager and compiled SGD, and GPT-2's small ne
 with a vocabulary of 1024: a head of GPT-2's 50257 words is left out, since its factor would be diagonal and its
 products would be most of the step. On a CPU: ResNet-20.
 
+✓ and ✗ are of the target; ? stands there where SGD's own turns differed so much that something else must have used the
+machine (`benchmarks.disturbed`).
+
 Memory: peak over SGD's, and what is beyond SGD's peak, factors and decompositions, as a part of SGD's peak.
 """
 
