@@ -33,6 +33,7 @@ from torch.nn import functional
 
 import natgrad
 from benchmarks.approximations.common import text_table
+from benchmarks.command import device_of
 from benchmarks.workloads import Device
 from natgrad.models import cifar_convnet, resnet20
 
@@ -469,11 +470,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--data is needed: the folder of CIFAR-10's official batches")
     settings = settings_of(given)
     try:
-        names = chosen_variants(given.variants, given.model)
+        names, device = chosen_variants(given.variants, given.model), device_of(given.device)
     except ValueError as error:
         parser.error(str(error))
     seeds = [int(seed) for seed in given.seeds.split(",")]
-    device = Device(given.device)
     device.set_precision(given.precision or ("tf32" if device.is_cuda else "fp32"))
     training, test = (part.first(n) for part, n in zip(load(given.data, device.torch), _cases(given), strict=True))
     data = (Images(pixels=padded(training.pixels), labels=training.labels), test)

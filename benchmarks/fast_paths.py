@@ -38,6 +38,7 @@ from benchmarks.cifar10 import (
     load,
     padded,
 )
+from benchmarks.command import check_out, device_of, momentum, not_negative, positive, whole, written_by
 from benchmarks.laps import background_ended
 from benchmarks.overlap.common import set_style, write
 from benchmarks.workloads import Device
@@ -191,17 +192,17 @@ def arguments() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of CIFAR-10's official batches, python or binary")
     add("--model", choices=sorted(MODELS), default="resnet20")
     add("--variants", default=f"{EXACT},{FAST}", help="with a comma (default %(default)s)")
-    add("--seeds", type=int, default=3, help="how many (default %(default)s)")
-    add("--epochs", type=int, default=10)
-    add("--batch", type=int, default=128)
-    add("--lr", type=float, default=0.1)
-    add("--momentum", type=float, default=0.9)
-    add("--weight-decay", type=float, default=5e-4)
-    add("--damping", type=float, default=1e-3)
-    add("--kl-clip", type=float, default=1e-4, help="at the start (default %(default)s)")
-    add("--factor-steps", type=int, default=10, help="statistics every so many steps (default %(default)s)")
-    add("--inv-steps", type=int, default=100, help="decompositions every so many steps (default %(default)s)")
-    add("--limit", type=int, help="only the first so many images for training, and for testing")
+    add("--seeds", type=whole(1), default=3, help="how many (default %(default)s)")
+    add("--epochs", type=whole(1), default=10)
+    add("--batch", type=whole(1), default=128)
+    add("--lr", type=positive, default=0.1)
+    add("--momentum", type=momentum, default=0.9)
+    add("--weight-decay", type=not_negative, default=5e-4)
+    add("--damping", type=positive, default=1e-3)
+    add("--kl-clip", type=positive, default=1e-4, help="at the start (default %(default)s)")
+    add("--factor-steps", type=whole(1), default=10, help="statistics every so many steps (default %(default)s)")
+    add("--inv-steps", type=whole(1), default=100, help="decompositions every so many steps (default %(default)s)")
+    add("--limit", type=whole(1), help="only the first so many images for training, and for testing")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=Path("docs/fast-paths.json"), help="JSON; the picture goes beside it as .png")
     add("--plot-only", type=Path, metavar="JSON", help="the comparison and picture of an earlier run again")
@@ -228,7 +229,8 @@ def train_all(given: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
     names = given.variants.split(",")
     if not set(names) <= set(LABELS):
         raise ValueError(f"--variants takes {', '.join(LABELS)}, got {given.variants}")
-    settings, device = settings_of(given), Device(given.device)
+    check_out("--out", given.out)
+    settings, device = settings_of(given), device_of(given.device)
     training, test = (part.first(given.limit) for part in load(given.data, device.torch))
     data = (Images(pixels=padded(training.pixels), labels=training.labels), test)
     steps = settings.epochs * (len(training) // settings.batch)
@@ -251,14 +253,25 @@ def train_all(given: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
     return head, runs
 
 
+def earlier(path: Path) -> tuple[dict[str, Any], list[Run]]:
+    """What `train_all` has written; ValueError names a file that is something else, as another benchmark's runs are."""
+    with written_by("benchmarks.fast_paths", path):
+        head = json.loads(path.read_text())
+        runs = [Run(**run) for run in head["runs"]]
+        title_of(head, runs)
+        if not {run.variant for run in runs} <= set(LABELS):
+            raise KeyError(LABELS)
+    return head, runs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, prints, writes JSON and a picture."""
     parser = arguments()
     given = parser.parse_args(argv)
     try:
         if given.plot_only is not None:
-            given.out, head = given.plot_only, json.loads(given.plot_only.read_text())
-            runs = [Run(**run) for run in head["runs"]]
+            given.out = given.plot_only
+            head, runs = earlier(given.plot_only)
         else:
             head, runs = train_all(given)
     except (ValueError, FileNotFoundError) as error:

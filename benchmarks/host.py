@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 import natgrad
-from benchmarks.approximations.common import text_table
+from benchmarks import disturbed
+from benchmarks.command import device_of, part, whole
 from benchmarks.laps import background_ended, differences
 from benchmarks.loops import step
-from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Device, Trainer, Workload
+from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Trainer, Workload
 
 PHASES = ("forward", "backward", "K-FAC", "optimizer")
 _EARLY = 4  # the last step that decomposes while a loop warms up
@@ -54,24 +55,43 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Milliseconds of a step: by the clock, of SGD's turns, and medians of phases on the host."""
+    """Milliseconds of a step: by the clock, of SGD's turns before and after, and medians of phases on the host."""
 
     name: str
     mean: float
-    sgd: float
+    turns: tuple[float, float]
     phases: list[float]
     worst: float
     age: int | None
+
+    @property
+    def spread(self) -> float:
+        """How much SGD's turns differ."""
+        return max(self.turns) / min(self.turns)
 
     def cells(self) -> list[str]:
         """For a table."""
         phases = [f"{phase:.2f}" for phase in self.phases]
         age = "-" if self.age is None else str(self.age)
-        ratio = f"{self.mean / self.sgd:.2f}"
-        return [self.name, f"{self.mean:.2f}", f"{self.sgd:.2f}", ratio, *phases, f"{self.worst:.1f}", age]
+        sgd = statistics.fmean(self.turns)
+        ratio = f"{self.mean / sgd:.2f}" + (f" {disturbed.MARK}" if disturbed.unsteady(self.spread) else "")
+        return [self.name, f"{self.mean:.2f}", f"{sgd:.2f}", ratio, *phases, f"{self.worst:.1f}", age]
 
 
 HEADER = ["", "ms a step", "SGD", "x SGD", *PHASES, "worst on the host", "age"]
+_NARROWEST = 7  # what numbers take, which are not known when the head is printed
+EXPLAINED = (
+    "SGD: its own step, in turns before and after this loop; phases: medians by the host's clock, without waiting",
+    "worst on the host: the longest step of all, by its phases; age: steps since the oldest factors in use were taken",
+)
+
+
+def line_of(cells: Sequence[str], some: Sequence[Loop]) -> str:
+    """Cells in columns that fit all loops, before these have been measured."""
+    name, *numbers = cells
+    widths = [max(len(head), _NARROWEST) for head in HEADER[1:]]
+    set_right = (cell.rjust(width) for cell, width in zip(numbers, widths, strict=True))
+    return "  ".join([name.ljust(max(len(loop.name) for loop in some)), *set_right])
 
 
 def loops(*, solver: str, factor: int, inverse: int, fraction: float, busy: int) -> list[Loop]:
@@ -118,7 +138,7 @@ def measure(loop: Loop, work: Workload, sgd: Trainer, *, steps: int, busy_size: 
     return Found(
         name=loop.name,
         mean=mean,
-        sgd=(before + mean_ms(sgd, work, turn)) / 2,
+        turns=(before, mean_ms(sgd, work, turn)),
         phases=[statistics.median(phase) for phase in zip(*moments, strict=True)],
         worst=max(map(sum, moments)),
         age=None if age is None else int(age),
@@ -173,19 +193,18 @@ def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     add = parser.add_argument
-    gpu = torch.cuda.is_available()
     add("--model", choices=sorted(NETWORKS), default="resnet32")
-    add("--batch", type=int, default=128)
-    add("--size", type=int, help="of images, or tokens")
-    add("--precision", choices=PRECISIONS, default="tf32" if gpu else "fp32")
+    add("--batch", type=whole(1), default=128)
+    add("--size", type=whole(1), help="of images, or tokens")
+    add("--precision", choices=PRECISIONS, help="default tf32 on a GPU, else fp32")
     add("--solver", choices=SOLVERS, default="eigen")
-    add("--factor", type=int, default=1, help="steps between statistics (default %(default)s)")
-    add("--inverse", type=int, default=10, help="steps between decompositions (default %(default)s)")
-    add("--fraction", type=float, default=0.5, help="stats_fraction (default %(default)s)")
-    add("--busy", type=int, default=0, help="cores that others keep busy in two more loops (default %(default)s)")
-    add("--busy-size", type=int, default=577, help="of the matrices that they decompose (default %(default)s)")
-    add("--steps", type=int, default=200, help="of a loop (default %(default)s)")
-    add("--device", default="cuda" if gpu else "cpu")
+    add("--factor", type=whole(1), default=1, help="steps between statistics (default %(default)s)")
+    add("--inverse", type=whole(1), default=10, help="steps between decompositions (default %(default)s)")
+    add("--fraction", type=part, default=0.5, help="stats_fraction (default %(default)s)")
+    add("--busy", type=whole(0), default=0, help="cores that others keep busy in two more loops (default %(default)s)")
+    add("--busy-size", type=whole(1), default=577, help="of the matrices that they decompose (default %(default)s)")
+    add("--steps", type=whole(1), default=200, help="of a loop (default %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
@@ -193,13 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = arguments()
     given = parser.parse_args(argv)
-    if min(given.steps, given.batch, given.factor, given.inverse, given.busy_size) < 1 or given.busy < 0:
-        parser.error("--steps, --batch, --factor, --inverse and --busy-size are at least 1, --busy at least 0")
-    device = Device(given.device)
-    device.set_precision(given.precision)
-    work = Workload(
-        Configuration(model=given.model, batch=given.batch, precision=given.precision, size=given.size), device
-    )
+    try:
+        device = device_of(given.device)
+        precision = given.precision or ("tf32" if device.is_cuda else "fp32")
+        device.set_precision(precision)
+    except ValueError as error:
+        parser.error(str(error))
+    work = Workload(Configuration(model=given.model, batch=given.batch, precision=precision, size=given.size), device)
     print(f"{device}, torch {torch.__version__}: {work.configuration}, {given.solver}, {given.factor}/{given.inverse}")
     sgd = Trainer(work)
     mean_ms(sgd, work, 10)
@@ -207,10 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         solver=given.solver, factor=given.factor, inverse=given.inverse, fraction=given.fraction, busy=given.busy
     )
     found = []
+    print("\n" + line_of(HEADER, some), flush=True)
     for loop in some:
         found.append(measure(loop, work, sgd, steps=given.steps, busy_size=given.busy_size))
-        print(text_table([HEADER, found[-1].cells()]).splitlines()[-1], flush=True)
-    print("\n" + text_table([HEADER, *(one.cells() for one in found)]))
+        print(line_of(found[-1].cells(), some), flush=True)
+    doubts = disturbed.sentences({f"around “{one.name}”": one.spread for one in found})
+    print("\n".join(["", *EXPLAINED, *doubts]))
     busy = device_busy(sgd, work)
     if busy is not None:
         print(f"\nthe GPU works {busy[0]:.2f} ms of a step of SGD, in {busy[1]} kernels: what is beyond is the host")

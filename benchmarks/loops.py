@@ -1,10 +1,9 @@
 """Real loops of K-FAC in turns with SGD: the mean step and the worst, how old decompositions are, and memory.
 
-A contender is a solver, a way to run K-FAC and its intervals. It takes at least 300 steps, whose number is a multiple
-of its interval, after a warm-up that ends when the second decomposition is in use. SGD takes its turns before, after
-(long ones on a GPU, whose host may be slow for seconds), and in between, so that the drift of a machine cancels; but
-not while decompositions are made in the background: they would go on while SGD has its turn, for nothing. Targets are
-drawn anew in every step.
+A contender (`benchmarks.contenders`) takes at least 300 steps, whose number is a multiple of its interval, after a
+warm-up that ends when the second decomposition is in use. SGD takes its turns before, after (long ones on a GPU, whose
+host may be slow for seconds), and in between, so that the drift of a machine cancels; but not while decompositions are
+made in the background: they would go on while SGD has its turn, for nothing. Targets are drawn anew in every step.
 
 Times of single steps are those between events on the training stream, which nobody waits for; the mean is that of the
 whole wall time.
@@ -17,94 +16,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from benchmarks import disturbed
+from benchmarks.contenders import Contender
 from benchmarks.laps import Laps, background_ended, counters, decomposes, differences, oldest
-from benchmarks.timing import Intervals
-from benchmarks.workloads import Device, Trainer, Workload, failing_into
-from natgrad import Background
+from benchmarks.workloads import Trainer, Workload, failing_into
 
-COMPILE = "compile"
-# The options of KFAC in each way. "fast/inverse", "fast/cpu", "fast/cuda" and "fast/cuda/inverse" would add to "fast"
-# where they apply, and "fast+reduce" is both. `benchmarks.table` compares "fast" with the targets.
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reduce": {"sharing": "reduce"},
-    "background": {"overlap": "background"},
-    "staggered": {"overlap": "staggered"},
-    COMPILE: {},  # the model is compiled
-    "fast": {"overlap": "background", "stats_fraction": 0.5},
-    "one-worker": {"overlap": Background(workers=1)},  # for networks that are bound by the host
-    "in-step": {"overlap": None},  # for inverses of such networks, which take a GPU little
-    "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
-    "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
-}
-EARLY = 10  # the step of the second decomposition, at the latest
 LONGEST_WARM_UP = 200  # steps that are waited for one that is made in the background
 # Steps between SGD's turns. Few on a CPU, which is rarely ours alone; on a GPU each end of a turn is waited for.
 STRETCH = {"cpu": 10, "cuda": 100}
 # Seconds of SGD's turns before and after a loop, at least, as far as half the loop's steps go. Hosts are slow for
 # seconds at a time: a shorter turn would meet such a stretch, or miss it, where a loop has its share.
 LONG_TURN = {"cpu": 0.0, "cuda": 3.0}
-
-
-def names_of_ways() -> list[str]:
-    """Those that can be asked for."""
-    return [name for name in WAYS if "/" not in name]
-
-
-def chosen_ways(given: str, *, compiled: bool) -> list[str]:
-    """Of ``--ways`` and ``--compile``."""
-    ways = given.split(",")
-    for way in ways:
-        for name in way.split("+"):
-            if name not in names_of_ways():
-                raise ValueError(f"--ways takes {', '.join(names_of_ways())}, or several with +; got {name}")
-    return [f"{way}+{COMPILE}" if compiled and COMPILE not in way.split("+") else way for way in ways]
-
-
-def way_options(way: str, solver: str, device: Device) -> dict[str, Any]:
-    """For KFAC, intervals apart."""
-    found: dict[str, Any] = {"solver": solver}
-    kind = device.torch.type
-    for name in way.split("+"):
-        for key in (name, f"{name}/{kind}", f"{name}/{solver}", f"{name}/{kind}/{solver}"):
-            found |= WAYS.get(key, {})
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """What is compared with SGD."""
-
-    solver: str
-    way: str
-    intervals: Intervals
-
-    def __str__(self) -> str:
-        return f"{self.solver}, {self.way}, {self.intervals}"
-
-    def trainer(self, work: Workload) -> Trainer:
-        """With its K-FAC, which decomposes twice while it warms up, however rarely it does later."""
-        early, late = self._early, self.intervals.inverse
-        options = way_options(self.way, self.solver, work.device)
-        options["factor_update_steps"] = self.intervals.factor
-        options["inv_update_steps"] = lambda step: early if step <= early else late
-        return Trainer(work, kfac=options, compiled=COMPILE in self.way.split("+"))
-
-    @property
-    def warm_up(self) -> int:
-        """Steps."""
-        return 2 * self._early
-
-    @property
-    def _early(self) -> int:
-        return max(self.intervals.factor, min(self.intervals.inverse, EARLY))
-
-    def length(self, steps: int) -> int:
-        """At least so many steps: whole periods, with the right number of each kind of step."""
-        period = self.intervals.inverse
-        return math.ceil(steps / period) * period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +45,13 @@ class LoopSettings:
 class Repeat:
     """One loop of a contender. Memory is that of its own model, optimizer, K-FAC and data; None where nobody counts.
     `cpu_ratio` compares the seconds of all cores, on a CPU: others who use it disturb them less than the wall's.
+    `sgd_fastest_ms` and `sgd_slowest_ms` are of SGD's turns around the loop and in it.
     """
 
     mean_ms: float
     sgd_ms: float
+    sgd_fastest_ms: float
+    sgd_slowest_ms: float
     compiled_ms: float | None
     cpu_ratio: float | None
     ms: list[float]
@@ -135,6 +61,11 @@ class Repeat:
     sgd_peak_bytes: int | None
     state_bytes: int
     counters: dict[str, int]
+
+    @property
+    def sgd_spread(self) -> float:
+        """How much SGD's turns differed."""
+        return self.sgd_slowest_ms / self.sgd_fastest_ms
 
 
 @dataclass(kw_only=True)
@@ -161,6 +92,8 @@ class Measured:
         found: dict[str, float] = {
             "mean_ms": statistics.median(one.mean_ms for one in self.repeats),
             "sgd_ms": statistics.median(one.sgd_ms for one in self.repeats),
+            # As the ratio, that of the repeat in the middle: where most were undisturbed, it is one of them.
+            "sgd_spread": statistics.median_high(one.sgd_spread for one in self.repeats),
             "ratio": statistics.median(self.ratios()),
             "worst_to_median": statistics.median(max(one.ms) / statistics.median(one.ms) for one in self.repeats),
             "mean_age": statistics.fmean(one.mean_age for one in self.repeats),
@@ -280,6 +213,8 @@ def measure_once(contender: Contender, work: Workload, sgd: Baseline, settings: 
     return Repeat(
         mean_ms=1e3 * loop.seconds / len(loop.ms),
         sgd_ms=1e3 * others / len(loop.ms),
+        sgd_fastest_ms=1e3 * min(turn.seconds for turn in turns),
+        sgd_slowest_ms=1e3 * max(turn.seconds for turn in turns),
         cpu_ratio=None if work.device.is_cuda else loop.cores / cores,
         compiled_ms=1e3 * statistics.fmean(compiled) if compiled else None,
         ms=loop.ms,
@@ -347,6 +282,8 @@ def measure_loops(
     found = [Measured(contender=contender) for contender in contenders]
     start = time.perf_counter()
     sgd = Baseline(work, settings)
+    for text in raised(contenders, settings.steps, sgd.latest.seconds):
+        print(text, flush=True)
     longest = 0.0
     for number in range(settings.repeats):
         begin = time.perf_counter()
@@ -362,6 +299,20 @@ def measure_loops(
                 tell(one)
         longest = max(longest, time.perf_counter() - begin)
     return found
+
+
+def raised(contenders: Sequence[Contender], steps: int, seconds: float) -> list[str]:
+    """What loops take where that is not what was asked for, and roughly how long, by `seconds` of SGD's step."""
+    told = []
+    for one in {contender.intervals: contender for contender in contenders}.values():
+        length = one.length(steps)
+        if length != steps:
+            least = seconds * (1.5 * length + one.warm_up)  # SGD's turns in between are half as many
+            told.append(
+                f"({length} steps of each loop at {one.intervals}, not {steps}: whole intervals of decompositions; "
+                f"with SGD's turns each takes about {least:.0f} s or more)"
+            )
+    return told
 
 
 # Reporting
@@ -381,15 +332,24 @@ COLUMNS = {
 }
 
 
+RATIOS = ("ratio", "compiled_ratio")  # of times by the clock, which others on the machine disturb
+
+
 def rows(found: Sequence[Measured]) -> list[list[str]]:
     """A table."""
-    result = [["", *COLUMNS.values(), "range"]]
+    result = [["", *COLUMNS.values(), "range", "SGD's turns"]]
     for one in found:
         summary = one.summary()
-        spread = f"{min(one.ratios()):.3f}-{max(one.ratios()):.3f}" if one.repeats else "-"
         name = one.name if one.error is None else f"{one.name} (failed)"
-        result.append([name, *(cell(summary, column) for column in COLUMNS), spread])
+        result.append([name, *(cell(summary, column) for column in COLUMNS), *_ranges(one)])
     return result
+
+
+def _ranges(one: Measured) -> list[str]:
+    if not one.repeats:
+        return ["-", "-"]
+    fastest, slowest = min(r.sgd_fastest_ms for r in one.repeats), max(r.sgd_slowest_ms for r in one.repeats)
+    return [f"{min(one.ratios()):.3f}-{max(one.ratios()):.3f}", f"{fastest:.2f}-{slowest:.2f}"]
 
 
 def cell(summary: Mapping[str, float], column: str) -> str:
@@ -401,5 +361,6 @@ def cell(summary: Mapping[str, float], column: str) -> str:
         return f"{value / 2**20:,.0f} MiB"
     if column == "memory_beyond":
         return f"{value:+.1%}"
+    mark = f" {disturbed.MARK}" if column in RATIOS and disturbed.unsteady(summary.get("sgd_spread")) else ""
     form = {"mean_ms": ".2f", "sgd_ms": ".2f", "ratio": ".3f", "mean_age": ".0f", "largest_age": ".0f"}
-    return format(value, form.get(column, ".2f"))
+    return format(value, form.get(column, ".2f")) + mark

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from benchmarks import lines, profiles, records
+from benchmarks import disturbed, lines, profiles, records
 from benchmarks.lines import Line
 
 COLOURS = {"eigen": "#0072b2", "inverse": "#e69f00", "peer": "#b8b8b8"}
@@ -43,8 +43,9 @@ def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> None:
     _style()
     figure, panel = pyplot.subplots(figsize=(9.6, 1.5 + 0.78 * len(groups)), layout="constrained")
     several = len({way for _, way, _ in groups}) > 1
+    doubted = [_doubted(line, known, way) for line, way, _ in groups]
     for row, (line, _, ratios) in enumerate(groups):
-        _group(panel, row, line, ratios)
+        _group(panel, row, line, ratios, doubted[row])
     values = [v for line, _, ratios in groups for v in (*ratios.values(), *line.peer.values(), *line.target.values())]
     panel.set(xscale="log", xlim=(min(1.0, *values) / 1.01, max(values) * _room(max(values))))
     panel.set_ylim(len(groups) - 0.45, -0.55)
@@ -58,7 +59,7 @@ def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> None:
     panel.grid(axis="x", color="#e4e4e4", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.spines["left"].set_visible(False)
-    _legend(figure, panel)
+    _legend(figure, doubts=any(doubted))
     devices = " and ".join(
         dict.fromkeys(str(r["device"]).removeprefix("NVIDIA ") for r in known if r["kind"] == "loop")
     )
@@ -92,9 +93,15 @@ def _ratios(line: Line, found: Sequence[dict[str, Any]], way: str) -> dict[str, 
     return {solver: ratio for solver, ratio in known.items() if ratio is not None}
 
 
-def _group(panel: Any, row: int, line: Line, ratios: Mapping[str, float]) -> None:
+def _doubted(line: Line, found: Sequence[dict[str, Any]], way: str) -> set[str]:
+    some = records.records_of(line, found, way).items()
+    return {solver for solver, one in some if disturbed.unsteady(records.spread_of(one))}
+
+
+def _group(panel: Any, row: int, line: Line, ratios: Mapping[str, float], doubted: Collection[str]) -> None:
     """The solvers' bars with their targets, and the peer's below."""
-    bars = [(solver, ratios[solver], f"{ratios[solver]:.2f}") for solver in ("eigen", "inverse") if solver in ratios]
+    texts = {name: f"{one:.2f} {disturbed.MARK}" if name in doubted else f"{one:.2f}" for name, one in ratios.items()}
+    bars = [(solver, ratios[solver], texts[solver]) for solver in ("eigen", "inverse") if solver in ratios]
     if line.peer:
         inverse = f" (inverse {line.peer['inverse']:g})" if "inverse" in line.peer else ""
         bars.append(("peer", line.peer["eigen"], f"{line.peer['eigen']:g}{inverse}"))
@@ -110,7 +117,7 @@ def _group(panel: Any, row: int, line: Line, ratios: Mapping[str, float]) -> Non
         panel.annotate(text, (right, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
-def _legend(figure: Any, panel: Any) -> None:
+def _legend(figure: Any, *, doubts: bool) -> None:
     handles: list[Any] = [
         Patch(color=COLOURS["eigen"], label="eigen"),
         Patch(color=COLOURS["inverse"], label="inverse"),
@@ -118,6 +125,10 @@ def _legend(figure: Any, panel: Any) -> None:
         Patch(color=COLOURS["peer"], label="peer: the second paper's code, eigen"),
         Line2D([], [], color="#333333", linewidth=1.2, label="SGD = 1"),
     ]
+    if doubts:
+        handles.append(
+            Line2D([], [], color="black", linewidth=0, marker=f"${disturbed.MARK}$", label="SGD was unsteady")
+        )
     figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=len(handles), columnspacing=1.6)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import natgrad
+from benchmarks.contenders import Contender
 from benchmarks.laps import background_ended
-from benchmarks.loops import Contender, step
+from benchmarks.loops import step
 from benchmarks.workloads import Trainer, Workload
 
 REST = "the rest of K-FAC"

@@ -10,8 +10,10 @@ from typing import Any
 
 from benchmarks import lines
 from benchmarks.approximations.common import facts
+from benchmarks.command import written_by
+from benchmarks.contenders import Contender
 from benchmarks.lines import Line
-from benchmarks.loops import Contender, Measured
+from benchmarks.loops import Measured
 from benchmarks.workloads import Configuration, Workload
 
 Record = dict[str, Any]
@@ -85,6 +87,11 @@ def ratio_of(line: Line, record: Record | None) -> float | None:
     return None if record is None else record["summary"].get(name)
 
 
+def spread_of(record: Record | None) -> float | None:
+    """How much SGD's own turns differed; None where nobody kept it, as before the table asked."""
+    return None if record is None else record["summary"].get("sgd_spread")
+
+
 def ways_of(found: Sequence[Record]) -> list[str]:
     """All that were measured, without what lines add."""
     names = dict.fromkeys(record["way"] for record in found if record["kind"] == "loop")
@@ -95,12 +102,15 @@ def ways_of(found: Sequence[Record]) -> list[str]:
 
 def write(path: Path, found: Sequence[Record]) -> None:
     """As JSON, a record on one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(record) for record in found)
     path.write_text(f'{{"records": [\n{lines}\n]}}\n')
 
 
 def read(path: Path) -> list[Record]:
-    """What `write` has written."""
-    records: list[Record] = json.loads(path.read_text())["records"]
+    """What `write` has written; ValueError names a file that is something else."""
+    with written_by("benchmarks.table", path):
+        records: list[Record] = json.loads(path.read_text())["records"]
+        for record in records:
+            key_of(record)
+            record["summary" if record["kind"] == "loop" else "parts"].keys()
     return records

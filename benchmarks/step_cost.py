@@ -33,10 +33,15 @@ from typing import Any
 
 import torch
 
+from benchmarks import disturbed
 from benchmarks.approximations.common import facts, text_table
-from benchmarks.loops import Contender, LoopSettings, Measured, chosen_ways, measure_loops, names_of_ways, rows
+from benchmarks.command import budget, check_out, device_of, whole
+from benchmarks.contenders import Contender, chosen_ways, names_of_ways
+from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.table import main as table_main
 from benchmarks.timing import (
+    DECOMPOSE,
+    FACTOR,
     INTERVALS,
     KINDS,
     PRECONDITION,
@@ -48,6 +53,13 @@ from benchmarks.timing import (
     measure,
 )
 from benchmarks.workloads import NETWORKS, PRECISIONS, SOLVERS, Configuration, Device, Workload, failing_into
+
+_RARE, _OFTEN = INTERVALS
+EXPLAINED = (
+    f"{PRECONDITION}: a step that only does that; {FACTOR}: takes statistics too; {DECOMPOSE}: decomposes them as well",
+    f"{_RARE} and {_OFTEN}: the mean step with statistics and decompositions that often, counted from those kinds",
+    "range: of the ratio, round by round; best: the fastest step of its kind over SGD's fastest, of all rounds",
+)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -142,7 +154,7 @@ def report(work: Workload, results: Sequence[Result], settings: Settings) -> str
     rounds = len(results[0].seconds.get(STEP, []))
     where = f"{work.device}, torch {torch.__version__}"
     print(f"\n{work.configuration} on {where}, {rounds} rounds of {settings.steps} steps")
-    print(table(results))
+    print("\n".join([table(results), *EXPLAINED]))
     for result in results:
         if result.trouble is not None:
             print(f"{result.name}: not all steps went well: {result.trouble}")
@@ -163,7 +175,8 @@ def _append(settings: Settings, found: Iterable[Mapping[str, Any]]) -> None:
 def report_loops(work: Workload, found: Sequence[Measured], settings: Settings) -> None:
     """Prints the table of real loops, appends the records."""
     print(f"\nloops of {work.configuration}; the mean over all steps")
-    print(text_table(rows(found)), flush=True)
+    spreads = {f"beside {one.name}": one.summary()["sgd_spread"] for one in found if one.repeats}
+    print("\n".join([text_table(rows(found)), *disturbed.sentences(spreads)]), flush=True)
     what = facts(work.device, benchmark="loop", **asdict(work.configuration))
     _append(settings, ({**what, "method": one.name, **one.summary(), "error": one.error} for one in found))
 
@@ -201,24 +214,27 @@ def run(
     return f"{configuration}: failed ({whole.error})", False
 
 
+_WHOLE = "raised to whole intervals of decompositions"
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description="What a step of K-FAC costs, as a ratio to the same step of SGD.")
     add = parser.add_argument
     add("--suite", choices=sorted(SUITES), help="a set of workloads; by default the one of this device")
     add("--model", choices=sorted(NETWORKS), help="one workload instead of a suite")
-    add("--batch", type=int, help="with --model (default 128)")
+    add("--batch", type=whole(1), help="with --model (default 128)")
     add("--precision", choices=PRECISIONS, help="with --model (default fp32)")
-    add("--size", type=int, help="with --model: height and width, or tokens (default: what the model is made for)")
-    add("--classes", type=int, help="with --model: classes, or words of a GPT (default 1000, CIFAR 10, GPT 1024)")
+    add("--size", type=whole(1), help="with --model: height and width, or tokens (default: what the model is made for)")
+    add("--classes", type=whole(1), help="with --model: classes, or words of a GPT (default 1000, CIFAR 10, GPT 1024)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
-    add("--rounds", type=int, help="turns of each method (default 5, CPU 8)")
-    add("--steps", type=int, help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
-    add("--budget", type=float, help="seconds for the rounds of a workload, the first apart (default 55, CPU 180)")
+    add("--rounds", type=whole(1), help="turns of each method (default 5, CPU 8)")
+    add("--steps", type=whole(1), help="steps of each kind in a round; a fifth of it decompose (default 10, CPU 2)")
+    add("--budget", type=budget, help="seconds for the rounds of a workload, the first apart (default 55, CPU 180)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile-sgd", action="store_true", help="SGD with a compiled model as a second baseline")
     add("--compile", action="store_true", help="K-FAC with a compiled model too")
-    add("--loop", type=int, default=0, metavar="N", help="also the mean over N steps of real loops")
+    add("--loop", type=whole(0), default=0, metavar="N", help=f"also the mean over N steps of real loops, {_WHOLE}")
     add("--ways", default="plain", help=f"of loops: {', '.join(names_of_ways())}, or several with + (default plain)")
     add("--table", action="store_true", help="python -m benchmarks.table, with its options")
     add("--profile", action="store_true", help="also where the time of single steps goes")
@@ -232,7 +248,12 @@ def parsed(
     """What the command line asks for."""
     parser = arguments()
     given = parser.parse_args(argv)
-    device = Device(given.device)
+    try:
+        if given.json is not None:
+            check_out("--json", given.json)
+        device, ways = device_of(given.device), chosen_ways(given.ways, compiled=given.compile)
+    except ValueError as error:
+        parser.error(str(error))
     solvers = tuple(given.solver.split(","))
     if not set(solvers) <= set(SOLVERS):
         parser.error(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
@@ -241,9 +262,6 @@ def parsed(
         parser.error(f"--{single[0]} belongs to --model")
     if given.model is not None and given.suite is not None:
         parser.error("--model or --suite, not both")
-    numbers = [n for n in (given.batch, given.size, given.classes, given.rounds, given.steps) if n is not None]
-    if min(numbers, default=1) < 1 or given.loop < 0:
-        parser.error("--batch, --size, --classes, --rounds and --steps are at least 1, --loop at least 0")
     if given.model is None:
         configurations = SUITES[given.suite or ("h200" if device.is_cuda else "cpu")]
     else:
@@ -255,21 +273,20 @@ def parsed(
             classes=given.classes,
         )
         configurations = [one]
+    if given.precision == "tf32" and not device.is_cuda:
+        parser.error("tf32 needs a GPU")
+    seconds = 55.0 if device.is_cuda else 180.0
     settings = Settings(
         solvers=solvers,
         # Many short rounds on the CPU, which is rarely ours alone.
         rounds=given.rounds or (5 if device.is_cuda else 8),
         steps=given.steps or (10 if device.is_cuda else 2),
-        budget=given.budget or (55.0 if device.is_cuda else 180.0),
+        budget=seconds if given.budget is None else given.budget,
         compile_sgd=given.compile_sgd,
         compile=given.compile,
         profile=given.profile,
         json=given.json,
     )
-    try:
-        ways = chosen_ways(given.ways, compiled=given.compile)
-    except ValueError as error:
-        parser.error(str(error))
     loops = None
     if given.loop:
         sgd_steps = min(50, given.loop)

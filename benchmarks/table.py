@@ -13,6 +13,9 @@ settings, CIFAR's ResNet-32 against eager and compiled SGD, and GPT-2's small ne
 with a vocabulary of 1024: a head of GPT-2's 50257 words is left out, since its factor would be diagonal and its
 products would be most of the step. On a CPU: ResNet-20.
 
+✓ and ✗ are of the target; ? stands there where SGD's own turns differed so much that something else must have used the
+machine (`benchmarks.disturbed`).
+
 Memory: peak over SGD's, and what is beyond SGD's peak, factors and decompositions, as a part of SGD's peak.
 """
 
@@ -26,10 +29,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import lines, profiles
+from benchmarks import disturbed, lines, profiles
 from benchmarks.approximations.common import text_table
+from benchmarks.command import budget, check_out, device_of, whole
+from benchmarks.contenders import Contender, chosen_ways, names_of_ways
 from benchmarks.lines import PEER, PEER_WORST, TARGET_MEMORY, TARGET_WORST, Line, chosen_lines
-from benchmarks.loops import Contender, LoopSettings, Measured, chosen_ways, measure_loops, names_of_ways, rows
+from benchmarks.loops import LoopSettings, Measured, measure_loops, rows
 from benchmarks.records import (
     Record,
     loop_record,
@@ -38,6 +43,7 @@ from benchmarks.records import (
     read,
     record_of,
     records_of,
+    spread_of,
     ways_of,
     write,
 )
@@ -84,6 +90,8 @@ def _reached(line: Line, solver: str, record: Record | None) -> str:
         return "failed" if ratio is None else f"{ratio:.3f} (failed later)"
     if ratio is None:
         return "-"
+    if disturbed.unsteady(spread_of(record)):
+        return f"{ratio:.3f} {disturbed.MARK}"
     return f"{ratio:.3f}" if target is None else f"{ratio:.3f} {'✓' if ratio <= target else '✗'}"
 
 
@@ -109,6 +117,26 @@ def sentences(found: Sequence[Record]) -> list[str]:
     return told
 
 
+def doubts(found: Sequence[Record]) -> list[str]:
+    """What lessens the worth of these numbers."""
+    spreads, once = {}, []
+    for line in lines.LINES:
+        some = [one for way in ways_of(found) for one in records_of(line, found, way).values()]
+        known = [spread for spread in map(spread_of, some) if spread is not None]
+        if known:
+            spreads[f"on line {line.number}"] = max(known)
+        if any(len(one["repeats"]) == 1 for one in some):
+            once.append(line.number)
+    told = disturbed.sentences(spreads)
+    if once:
+        told.append(f"One run of each on {_named(once)}: a ✓ or ✗ of one run says little, --repeats takes more.")
+    return told
+
+
+def _named(numbers: Sequence[str]) -> str:
+    return f"line {numbers[0]}" if len(numbers) == 1 else f"lines {', '.join(numbers)}"
+
+
 def report(found: Sequence[Record]) -> None:
     """Prints all that is known."""
     loops = [record for record in found if record["kind"] == "loop"]
@@ -117,7 +145,7 @@ def report(found: Sequence[Record]) -> None:
         print("  mean (largest); beyond: memory beyond SGD's, factors and decompositions, of SGD's;")
         print("  core seconds (CPU): the ratio of those, which others on the machine disturb less than the clock's")
         print(text_table(table_rows(found), left=3))
-        print("\n".join([*sentences(found), PEER]), flush=True)
+        print("\n".join([*doubts(found), *sentences(found), PEER]), flush=True)
     parts = [record for record in found if record["kind"] == "profile"]
     if parts:
         print(f"\nms a step and share of each part, {parts[0]['model']}, batch {parts[0]['batch']}")
@@ -168,7 +196,8 @@ class Run:
     def _tell(self, work: Workload, one: Measured) -> None:
         self.add(loop_record(work, one))
         if one.repeats and one.error is None:
-            print(f"{work.configuration}, {one.name}: x{one.ratios()[-1]:.3f}", flush=True)
+            mark = f" {disturbed.MARK}" if disturbed.unsteady(one.repeats[-1].sgd_spread) else ""
+            print(f"{work.configuration}, {one.name}: x{one.ratios()[-1]:.3f}{mark}", flush=True)
 
     def profile(self, line: Line, ways: Sequence[str], solvers: Sequence[str], *, steps: int) -> None:
         """SGD's parts and those of every contender."""
@@ -186,6 +215,9 @@ class Run:
 # The command
 
 
+_WHOLE = "raised to whole intervals of decompositions, 100 for 10/100"
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -193,14 +225,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--lines", help="numbers or names, with commas (default: all that the device can; none with --profile)")
     add("--ways", default="fast", help=f"{', '.join(names_of_ways())}, or several with + (default %(default)s)")
     add("--solver", default=",".join(SOLVERS), help="eigen, inverse or both, with a comma (default %(default)s)")
-    add("--steps", type=int, default=300, help="of a loop, at least (default %(default)s)")
-    add("--sgd-steps", type=int, help="of one of SGD's turns, at most (default 50, CPU 10)")
-    add("--repeats", type=int, default=3, help="of all loops, at most (default %(default)s)")
-    add("--budget", type=float, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
+    add("--steps", type=whole(1), default=300, help=f"of a loop, at least: {_WHOLE} (default %(default)s)")
+    add("--sgd-steps", type=whole(1), help="of one of SGD's turns, at most (default 50, CPU 10)")
+    add("--repeats", type=whole(1), default=3, help="of all loops, at most (default %(default)s)")
+    add("--budget", type=budget, help="seconds for a workload, the first repeat apart (default 60, CPU 900)")
     add("--compile-sgd", action="store_true", help="compiled SGD beside every line, not only where one asks for it")
     add("--compile", action="store_true", help="K-FAC with a compiled model")
     add("--profile", action="store_true", help="the share of each part of a step of ResNet-50 (CPU: ResNet-20), 10/100")
-    add("--profile-steps", type=int, default=100, help="at least (default %(default)s)")
+    add("--profile-steps", type=whole(1), default=100, help="at least, to whole intervals too (default %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSON; the picture goes beside it as .png (default step-cost.json)")
     add("--plot-only", type=Path, metavar="JSON", help="the table and picture of an earlier run again")
@@ -211,14 +243,12 @@ def arguments() -> argparse.ArgumentParser:
 
 def measured(given: argparse.Namespace) -> Run:
     """Runs what the command line asks for."""
-    device = Device(given.device)
+    device = device_of(given.device)
     ways, solvers = chosen_ways(given.ways, compiled=given.compile), given.solver.split(",")
     if not set(solvers) <= set(SOLVERS):
         raise ValueError(f"--solver takes {' or '.join(SOLVERS)}, got {given.solver}")
     sgd_steps = given.sgd_steps or (50 if device.is_cuda else 10)
-    if min(given.steps, sgd_steps, given.repeats, given.profile_steps) < 1:
-        raise ValueError("--steps, --sgd-steps, --repeats and --profile-steps are at least 1")
-    kind = device.torch.type
+    kind, seconds = device.torch.type, 60.0 if device.is_cuda else 900.0
     chosen = [] if given.profile and given.lines is None else chosen_lines(given.lines, kind, lines.LINES)
     run = Run(device, given.out)
     print(f"{device}, torch {torch.__version__}", flush=True)
@@ -231,7 +261,7 @@ def measured(given: argparse.Namespace) -> Run:
             steps=given.steps,
             sgd_steps=sgd_steps,
             repeats=given.repeats,
-            budget=given.budget or (60.0 if device.is_cuda else 900.0),
+            budget=seconds if given.budget is None else given.budget,
             compile_sgd=given.compile_sgd or any(line.compiled for line in some),
         )
         run.loops(some, ways, solvers, settings)
@@ -247,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     worked = True
     try:
+        if given.out is not None:
+            check_out("--out", given.out)
         if given.plot_profile:
             files = {path.stem: read(path) for path in given.plot_profile}
             pictures.draw_profiles(files, out=given.out or Path("profile.png"))

@@ -28,12 +28,17 @@ def test_busy_cores_are_beside_two_more_loops():
 def test_it_prints_a_line_for_each_loop(capsys, monkeypatch):
     monkeypatch.setattr(host.time, "sleep", lambda seconds: None)
     assert main(["--model", "tiny", "--batch", "4", "--steps", "3", "--busy", "1", "--fraction", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("") + 1 :]
+    # The rows stand once, below their head, and what they say below them.
+    _, table, told = ([*text.splitlines()] for text in capsys.readouterr().out.split("\n\n"))
     names = [loop.name for loop in loops(solver="eigen", factor=1, inverse=10, fraction=1, busy=1)]
-    assert len(table) >= len(names) + 1
-    for name in names:
-        assert sum(line.startswith(name + " ") for line in table) == 1, name
+    assert table[0].split() == " ".join(host.HEADER).split()
+    assert len(table) == len(names) + 1
+    for name, row in zip(names, table[1:], strict=True):
+        assert row.startswith(name + " "), name
+    assert len({len(row) for row in table}) == 1
+    assert told[:2] == [*host.EXPLAINED]
+    for word in ("SGD", "worst on the host", "age"):
+        assert any(f"{word}: " in text for text in told)
     assert torch._C._is_multithreading_enabled()
 
 

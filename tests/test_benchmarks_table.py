@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from benchmarks import laps, lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks import contenders, laps, lines, loops, pictures, profiles, records, step_cost, table
+from benchmarks.contenders import Contender
 from benchmarks.lines import Line, chosen_lines
-from benchmarks.loops import Contender, LoopSettings, Measured, Repeat
+from benchmarks.loops import LoopSettings, Measured, Repeat
 from benchmarks.timing import Intervals
 from benchmarks.workloads import Configuration, Device, Trainer, Workload, kept_by_graphs
 
@@ -43,6 +44,8 @@ def repeat(**changes) -> Repeat:
     values = {
         "mean_ms": 3.0,
         "sgd_ms": 2.0,
+        "sgd_fastest_ms": 1.9,
+        "sgd_slowest_ms": 2.1,
         "compiled_ms": 1.0,
         "cpu_ratio": None,
         "ms": [2.0, 2.0, 8.0],
@@ -78,17 +81,17 @@ def test_options_of_ways_add_up(monkeypatch):
         "fast/inverse": {"a": 3},
         "fast/cuda": {"c": 4},
     }.items():
-        monkeypatch.setitem(loops.WAYS, name, options)
-    assert loops.way_options("fast", "eigen", CPU) == {"solver": "eigen", "a": 1, "b": 2}
-    assert loops.way_options("fast+reduce", "inverse", CPU) == {
+        monkeypatch.setitem(contenders.WAYS, name, options)
+    assert contenders.way_options("fast", "eigen", CPU) == {"solver": "eigen", "a": 1, "b": 2}
+    assert contenders.way_options("fast+reduce", "inverse", CPU) == {
         "solver": "inverse",
         "a": 3,
         "b": 2,
         "sharing": "reduce",
     }
-    assert loops.chosen_ways("fast,plain+compile", compiled=True) == ["fast+compile", "plain+compile"]
+    assert contenders.chosen_ways("fast,plain+compile", compiled=True) == ["fast+compile", "plain+compile"]
     with pytest.raises(ValueError, match="quick"):
-        loops.chosen_ways("quick", compiled=False)
+        contenders.chosen_ways("quick", compiled=False)
 
 
 def test_loops_are_whole_periods():
@@ -98,12 +101,26 @@ def test_loops_are_whole_periods():
     assert [Contender(solver="eigen", way="plain", intervals=each).warm_up for each in (rare, often)] == [20, 20]
 
 
+def test_loops_that_take_more_steps_than_were_asked_for_say_so(few, tmp_path, capsys):
+    rare, often = (
+        Contender(solver="eigen", way="plain", intervals=Intervals(factor=1, inverse=each)) for each in (100, 10)
+    )
+    assert loops.raised([rare, often], 300, 0.1) == []
+    (told,) = loops.raised([rare, often, rare], 20, 0.1)
+    assert told.startswith("(100 steps of each loop at 1/100, not 20: whole intervals")
+    assert "about 17 s or more" in told  # 150 steps, and 20 to warm up
+    options = ["--ways", "plain", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu"]
+    assert table.main(["--lines", "2", "--steps", "1", *options, "--out", str(tmp_path / "one.json")]) == 0
+    assert "(2 steps of each loop at 1/2, not 1: " in capsys.readouterr().out
+    assert "raised to whole intervals" in " ".join(table.arguments().format_help().split())
+
+
 @pytest.mark.parametrize("way", ["plain", "staggered", "background"])
 def test_sgd_has_its_turns_in_between_but_not_while_something_is_decomposed_beside(monkeypatch, way):
     """Here it is for two steps of four that begin with a request."""
     monkeypatch.setitem(loops.STRETCH, "cpu", 5)
     beside = {"overlap": natgrad.Background("cpu"), "delay": 2}
-    monkeypatch.setitem(loops.WAYS, "background", beside)
+    monkeypatch.setitem(contenders.WAYS, "background", beside)
     lengths, run = [], loops._Loop.run
 
     def watched(self, trainer, *, least, most):
@@ -175,6 +192,7 @@ def test_a_summary_by_hand():
     one.repeats = [repeat(), repeat(mean_ms=4.0), repeat(mean_ms=10.0, peak_bytes=140)]
     found = one.summary()
     assert (found["ratio"], found["compiled_ratio"], found["worst_to_median"]) == (2.0, 4.0, 4.0)
+    assert found["sgd_spread"] == pytest.approx(2.1 / 1.9)
     assert (found["peak_ratio"], found["memory_beyond"]) == (1.5, pytest.approx(0.1))
     one.repeats = [repeat(peak_bytes=None, sgd_peak_bytes=None, compiled_ms=None)]
     assert not {"peak_ratio", "memory_beyond", "compiled_ratio"} & set(one.summary())
@@ -242,7 +260,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has(few, tmp_path, monkeypatch):
 
 
 def test_what_fails_does_not_hide_the_rest(few, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(loops.WAYS, "fast/inverse", {"damping": -1.0})
+    monkeypatch.setitem(contenders.WAYS, "fast/inverse", {"damping": -1.0})
     out = tmp_path / "part.json"
     options = ["--steps", "2", "--sgd-steps", "1", "--repeats", "1", "--device", "cpu", "--out", str(out)]
     assert table.main(["--lines", "1", *options]) == 1
@@ -256,6 +274,20 @@ def test_marks_of_targets_reached(few):
     assert table._reached(few[0], "inverse", record) == "1.300 ✗"
     assert table._reached(few[1], "eigen", record) == "2.000 ✗"
     assert table._reached(few[0], "eigen", None) == "-"
+
+
+def test_marks_of_one_run_are_said_to_be(few):
+    def record(repeats: int, way: str) -> records.Record:
+        what = {"kind": "loop", "device_type": "cpu", "solver": "eigen", "way": way, "factor": 1, "inverse": 2}
+        configuration = {"model": "tiny", "batch": 4, "precision": "fp32", "size": None, "classes": None}
+        return {**what, **configuration, "summary": {"ratio": 1.3}, "error": None, "repeats": [{}] * repeats}
+
+    assert table.doubts([record(2, "plain")]) == table.doubts([record(0, "plain")]) == []
+    (told,) = table.doubts([record(1, "plain"), record(3, "plain+reduce")])
+    assert told.startswith("One run of each on lines 1, 1c: ")
+    assert "--repeats" in told
+    (told,) = table.doubts([record(1, "plain"), record(1, "plain+reduce")])
+    assert "lines 1, 1c, 2" in told
 
 
 def test_parts_of_a_step(few, tmp_path, capsys):
@@ -279,7 +311,10 @@ def test_step_costs_with_loops(tmp_path, capsys):
     options = ["--batch", "4", "--rounds", "1", "--steps", "1", "--device", "cpu", "--json", str(out)]
     loop = ["--loop", "100", "--ways", "plain,background", "--solver", "inverse"]
     assert step_cost.main(["--model", "tiny", *options, *loop]) == 0
-    assert "inverse, background, 1/10" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "inverse, background, 1/10" in printed
+    assert all(text in printed.splitlines() for text in step_cost.EXPLAINED)
+    assert "10/100 and 1/10: the mean step" in printed
     found = [json.loads(text) for text in out.read_text().splitlines()]
     assert [one["benchmark"] for one in found] == ["step_cost"] * 2 + ["loop"] * 4
 

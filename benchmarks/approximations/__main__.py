@@ -18,9 +18,9 @@ import torch
 from benchmarks.approximations.alexnet import run_alexnet
 from benchmarks.approximations.reduce import run_reduce
 from benchmarks.approximations.sharing import run_sharing
+from benchmarks.command import device_of
 from benchmarks.workloads import (
     PRECISIONS,
-    Device,
 )
 
 
@@ -52,8 +52,12 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one measurement."""
-    given = arguments().parse_args(argv)
-    device = Device(given.device)
+    parser = arguments()
+    given = parser.parse_args(argv)
+    try:
+        device = device_of(given.device)
+    except ValueError as error:
+        parser.error(str(error))
     given.precision = given.precision or ("tf32" if device.is_cuda else "fp32")
     given.repeats = given.repeats or (5 if device.is_cuda else 3)
     device.set_precision(given.precision)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.approximations.common import facts, progress_bar, text_table
 from benchmarks.cifar10 import Images, Settings, Training, Variant, batches, label_powers, load, padded, shuffled_crops
+from benchmarks.command import device_of
 from benchmarks.laps import Laps, background_ended, counters, oldest
 from benchmarks.overlap.common import (
     COLOURS,
@@ -449,7 +450,7 @@ def run(given: argparse.Namespace) -> bool:
         return True
     if given.data is None:
         raise ValueError("--data is needed: the folder of CIFAR-10's official batches")
-    settings, device = settings_of(given), Device(given.device)
+    settings, device = settings_of(given), device_of(given.device)
     names = chosen(given.only, list(VARIANTS), DEFAULT)
     device.set_precision(given.precision or ("tf32" if device.is_cuda else "fp32"))
     training, test = (part.first(given.limit) for part in load(given.data, device.torch))

@@ -25,6 +25,7 @@ from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.approximations.common import facts, text_table
+from benchmarks.command import device_of
 from benchmarks.laps import Laps, background_ended, counters, differences, oldest
 from benchmarks.overlap.common import (
     COLOURS,
@@ -39,7 +40,6 @@ from benchmarks.workloads import (
     PRECISIONS,
     SOLVERS,
     Configuration,
-    Device,
     Trainer,
     Workload,
     failing_into,
@@ -319,7 +319,7 @@ def run(given: argparse.Namespace) -> bool:
         return True
     if min(given.batch, given.steps, given.factor_steps, given.inv_steps) < 1:
         raise ValueError("--batch, --steps, --factor-steps and --inv-steps are at least 1")
-    device = Device(given.device)
+    device = device_of(given.device)
     names = chosen(given.only, METHODS, [name for name in METHODS if device.is_cuda or not name.endswith("/gpu")])
     settings = Settings(
         steps=given.steps,

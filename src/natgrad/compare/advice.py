@@ -13,6 +13,8 @@ UNSTEADY = 2.0
 """How much longer the steps of one run may be than those of another before the clock is doubted."""
 HARDLY = 0.9
 """A run that ends above this part of what it began with has learned next to nothing."""
+DISTURBED = "something else was using this machine, and the times are not to be trusted"
+"""Benchmarks say it in the same words."""
 
 _INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}  # KFAC's defaults
 _WORDS = {"lr": "learning rate"}
@@ -41,7 +43,7 @@ def _unsteady(contender: Contender) -> list[str]:
         return []
     return [
         f"{contender.name}'s step took {duration(min(times))} in one run and {duration(max(times))} in another: "
-        "something else was using this machine, and the times are not to be trusted."
+        f"{DISTURBED}."
     ]
 
 
