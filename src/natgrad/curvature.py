@@ -318,8 +318,10 @@ class Curvature:
         everything = due and (self._stale or inverse)
         if due:
             self._refreshed_at, self._stale, self.solved_damping = self.step, False, damping
-        # A block that has no solution yet gets one as soon as it has statistics.
-        new = self.factors_at == self.step and not self._registry.keys() <= solved.keys()
+        # A block that has no solution yet gets one as soon as it has statistics; after loading it may have them.
+        new = self.factors_at == self.step or bool(self.preconditioner.missing)
+        new = new and not self._registry.keys() <= solved.keys()
+        self.preconditioner.missing = set()
         turn = self._turn(now)
         if everything or turn or new:
             blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
