@@ -252,6 +252,25 @@ def test_schedules_go_on_from_the_step_of_a_checkpoint() -> None:
     assert seen == [0, 1, 2, 3]
 
 
+def test_a_layer_that_the_checkpoint_does_not_know_has_no_statistics_yet() -> None:
+    model, optimizer, kfac = make("mlp", factor_update_steps=5)
+    train(model, optimizer, 0, 3, (4,))
+    state = kfac.state_dict()
+    kfac.detach()
+    larger = nn.Sequential(*model, nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(larger.parameters(), lr=0.1)
+    other = KFAC(larger, factor_update_steps=5).attach(optimizer)
+    other.load_state_dict(state)
+    for step in (3, 4):
+        report = other.report()
+        assert report["0.weight"].covered
+        assert report["3.weight"].reason == "no statistics yet: known after the next step that takes them"
+        assert "left to the optimizer" not in str(report)
+        train(larger, optimizer, step, step + 1, (4,))
+    train(larger, optimizer, 5, 6, (4,))
+    assert all(line.covered for line in other.report())
+
+
 # Tensors that are not what they were
 
 

@@ -47,7 +47,7 @@ from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
-from natgrad.report import NOT_YET, Report, build_report
+from natgrad.report import NO_STATISTICS, NOT_YET, Report, build_report
 from natgrad.roles.helpers import Helpers, refuse_role, take_statistics, with_inverse_workers
 from natgrad.roles.role import Role
 from natgrad.roles.stats import Desk
@@ -706,6 +706,8 @@ class KFAC:
         """
         left = {name: self._observer.why_left(name, parameter) for name, parameter in self._parameters.items()}
         unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
+        if self._curvature.only_loaded:
+            unseen = NO_STATISTICS
         known = self._window.unrecognised | self._window.left
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"
