@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import natgrad
 from helpers import gradients
 from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 
@@ -78,6 +79,23 @@ def test_who_forgets_to_call_it_is_told_once() -> None:
     batches(40)
     kfac.step()
     batches(12)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("overlap", natgrad.Background),
+        ("overlap", natgrad.Staggered),
+        ("grafting", natgrad.Grafting),
+        ("strategy", natgrad.Strategy),
+        ("kl_clip", natgrad.TrustRegion),
+        ("damping", natgrad.AdaptiveDamping),
+    ],
+)
+def test_a_class_is_to_be_called(option: str, given: Any) -> None:
+    name = given.__name__
+    with pytest.raises(TypeError, match=rf"^{option} got the class {name}: call it, natgrad\.{name}\(\.\.\.\)"):
+        KFAC(mlp(), **{option: given})
 
 
 def test_a_callable_that_returns_nonsense_names_the_step() -> None:

@@ -21,6 +21,13 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
+def refuse_class(name: str, value: Any) -> None:
+    """A class where one of its objects is meant."""
+    if isinstance(value, type):
+        module = "natgrad." if value.__module__.startswith("natgrad.") else ""
+        raise TypeError(f"{name} got the class {value.__name__}: call it, {module}{value.__name__}(...)")
+
+
 def whole_number(name: str, value: Any, *, at_least: int = 1, none: str = "") -> int | None:
     """A whole number, or None where `none` says what that means."""
     if value is None and none:
@@ -51,8 +58,7 @@ class Hyperparameter:
     def __init__(
         self, name: str, value: Any, *, above: float, below: float = math.inf, inclusive: bool = False
     ) -> None:
-        if isinstance(value, type):
-            raise TypeError(f"{name} got the class {value.__name__}: call it, {value.__name__}(...)")
+        refuse_class(name, value)
         self.name = name
         self.value = value
         self._above, self._below, self._inclusive = above, below, inclusive

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.foreach import multiply_all
-from natgrad.options import choice
+from natgrad.options import choice, refuse_class
 from natgrad.stored import refuse_not_finite, stored_tensor
 
 GRAFTED = ("sgd", "adam")
@@ -36,6 +36,7 @@ class Grafting:
 
 def checked_grafting(grafting: Any) -> Grafting | None:
     """The option `grafting`: None, a word, or the whole."""
+    refuse_class("grafting", grafting)
     return grafting if grafting is None or isinstance(grafting, Grafting) else Grafting(grafting)
 
 
