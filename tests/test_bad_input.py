@@ -287,6 +287,30 @@ def test_complex_and_integer_parameters_are_left_with_a_reason() -> None:
     assert kfac.report()["layer.weight"].covered
 
 
+@pytest.mark.parametrize("options", [{}, {"terms": 6}, {"fisher": "sampled"}, {"loss_terms": 6}])
+@pytest.mark.parametrize("trained", [False, True])
+def test_capture_of_another_models_loss(options: dict[str, Any], trained: bool) -> None:
+    terms = {"terms": options["terms"]} if "terms" in options else {}
+    model, other = mlp(), mlp()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1, **{key: options[key] for key in options.keys() - terms})
+    if trained:
+        backward(model)
+        kfac.step()
+    output = model(torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"^this loss was not made of this model: .*\(0\.weight, 0\.bias, 2\.weight"):
+        kfac.capture(other(torch.randn(6, 4)).square().mean(), **terms)
+    functional.cross_entropy(output, torch.arange(6) % 3).backward()
+    kfac.step()  # what the model's own call gives is still there
+    assert all(line.covered for line in kfac.report())
+
+
+def test_capture_of_a_loss_with_one_of_the_models_modules() -> None:
+    model, other = mlp(), mlp()
+    kfac = KFAC(model, kl_clip=None)
+    model[2] = nn.Linear(5, 3)  # exchanged since
+    kfac.capture(model[2](other[1](other[0](torch.randn(6, 4)))).square().mean(), terms=6)
+
+
 def test_capture() -> None:
     model = mlp()
     kfac = KFAC(model, kl_clip=None)

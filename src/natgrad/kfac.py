@@ -452,6 +452,7 @@ class KFAC:
             raise ValueError("capture takes a loss that is attached to its graph, before backward()")
         if not self._watch.armed:
             return
+        self._observer.refuse_foreign(loss)
         if outputs is None and self._window.fisher != "empirical":
             raise ValueError(f"fisher={self._window.fisher!r} draws its own targets: pass capture(loss, outputs=...)")
         if outputs is None and terms is None and not self._observer.knows_terms:
