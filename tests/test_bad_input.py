@@ -82,6 +82,35 @@ def test_who_forgets_to_call_it_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("dampings", r" \(did you mean 'damping'\?\)"),
+        ("kl_clipping", r" \(did you mean 'kl_clip'\?\)"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_option_comes_with_the_one_that_was_meant(option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^KFAC has no option '{option}'{hint}$"):
+        KFAC(mlp(), **{option: 1})
+
+
+def test_what_is_set_on_a_kfac_is_checked_when_it_is_set() -> None:
+    kfac = KFAC(mlp(), kl_clip=None)
+    before = kfac.clock
+    with pytest.raises(TypeError, match="^kfac.objective must be a function without arguments, or None, got 3"):
+        kfac.objective = 3  # type: ignore[assignment]
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=r"^kfac\.clock must be a natgrad\.Clock, such as natgrad\.Clock\(device\)"):
+            kfac.clock = wrong  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"^kfac\.clock got the class Clock: call it, natgrad\.Clock\(\.\.\.\)"):
+        kfac.clock = natgrad.Clock  # type: ignore[assignment]
+    assert kfac.objective is None
+    assert kfac.clock is before
+    kfac.objective = None
+    kfac.clock = natgrad.Clock()
+
+
+@pytest.mark.parametrize(
     ("option", "given"),
     [
         ("overlap", natgrad.Background),

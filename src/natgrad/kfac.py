@@ -34,7 +34,7 @@ from natgrad.link import Link
 from natgrad.loss_scale import LossScale
 from natgrad.metrics import LayerMetrics, Metrics, known_ranges, layer_metrics
 from natgrad.observer import Observer
-from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
+from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, refuse_class, whole_number
 from natgrad.overlap.drift import DriftTurns
 from natgrad.overlap.job import Job
 from natgrad.overlap.jobs import Jobs
@@ -407,6 +407,8 @@ class KFAC:
 
     @objective.setter
     def objective(self, closure: Callable[[], Tensor] | None) -> None:
+        if closure is not None and not callable(closure):
+            raise TypeError(f"kfac.objective must be a function without arguments, or None, got {closure!r}")
         self._control.closure = closure
 
     def attach(self, optimizer: torch.optim.Optimizer, *, grad_scaler: torch.amp.GradScaler | None = None) -> KFAC:
@@ -659,6 +661,9 @@ class KFAC:
 
     @clock.setter
     def clock(self, clock: Clock) -> None:
+        refuse_class("kfac.clock", clock)
+        if not isinstance(clock, Clock):
+            raise TypeError(f"kfac.clock must be a natgrad.Clock, such as natgrad.Clock(device), got {clock!r}")
         self._window.clock = clock
         if self._together is not None:
             self._together.channel.clock = clock

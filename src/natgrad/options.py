@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,15 @@ def refuse_class(name: str, value: Any) -> None:
     if isinstance(value, type):
         module = "natgrad." if value.__module__.startswith("natgrad.") else ""
         raise TypeError(f"{name} got the class {value.__name__}: call it, {module}{value.__name__}(...)")
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], *, otherwise: str = "") -> None:
+    """An option that there is not, with the one that was meant, or what to say where none is like it."""
+    for option in given:
+        if option not in known:
+            near = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else otherwise
+            raise TypeError(f"{owner} has no option {option!r}{hint}")
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, none: str = "") -> int | None:
