@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import natgrad
 from helpers import gradients
 from natgrad import KFAC, AdaptiveDamping, NatgradWarning, TrustRegion
 
@@ -78,6 +79,52 @@ def test_who_forgets_to_call_it_is_told_once() -> None:
     batches(40)
     kfac.step()
     batches(12)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("dampings", r" \(did you mean 'damping'\?\)"),
+        ("kl_clipping", r" \(did you mean 'kl_clip'\?\)"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_option_comes_with_the_one_that_was_meant(option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^KFAC has no option '{option}'{hint}$"):
+        KFAC(mlp(), **{option: 1})
+
+
+def test_what_is_set_on_a_kfac_is_checked_when_it_is_set() -> None:
+    kfac = KFAC(mlp(), kl_clip=None)
+    before = kfac.clock
+    with pytest.raises(TypeError, match="^kfac.objective must be a function without arguments, or None, got 3"):
+        kfac.objective = 3  # type: ignore[assignment]
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=r"^kfac\.clock must be a natgrad\.Clock, such as natgrad\.Clock\(device\)"):
+            kfac.clock = wrong  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"^kfac\.clock got the class Clock: call it, natgrad\.Clock\(\.\.\.\)"):
+        kfac.clock = natgrad.Clock  # type: ignore[assignment]
+    assert kfac.objective is None
+    assert kfac.clock is before
+    kfac.objective = None
+    kfac.clock = natgrad.Clock()
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("overlap", natgrad.Background),
+        ("overlap", natgrad.Staggered),
+        ("grafting", natgrad.Grafting),
+        ("strategy", natgrad.Strategy),
+        ("kl_clip", natgrad.TrustRegion),
+        ("damping", natgrad.AdaptiveDamping),
+    ],
+)
+def test_a_class_is_to_be_called(option: str, given: Any) -> None:
+    name = given.__name__
+    with pytest.raises(TypeError, match=rf"^{option} got the class {name}: call it, natgrad\.{name}\(\.\.\.\)"):
+        KFAC(mlp(), **{option: given})
 
 
 def test_a_callable_that_returns_nonsense_names_the_step() -> None:
@@ -267,6 +314,30 @@ def test_complex_and_integer_parameters_are_left_with_a_reason() -> None:
     assert kfac.report()["phase"].reason == "complex64 parameters are not supported"
     assert kfac.report()["shift"].reason == "int64 parameters are not supported"
     assert kfac.report()["layer.weight"].covered
+
+
+@pytest.mark.parametrize("options", [{}, {"terms": 6}, {"fisher": "sampled"}, {"loss_terms": 6}])
+@pytest.mark.parametrize("trained", [False, True])
+def test_capture_of_another_models_loss(options: dict[str, Any], trained: bool) -> None:
+    terms = {"terms": options["terms"]} if "terms" in options else {}
+    model, other = mlp(), mlp()
+    kfac = KFAC(model, kl_clip=None, factor_update_steps=1, **{key: options[key] for key in options.keys() - terms})
+    if trained:
+        backward(model)
+        kfac.step()
+    output = model(torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"^this loss was not made of this model: .*\(0\.weight, 0\.bias, 2\.weight"):
+        kfac.capture(other(torch.randn(6, 4)).square().mean(), **terms)
+    functional.cross_entropy(output, torch.arange(6) % 3).backward()
+    kfac.step()  # what the model's own call gives is still there
+    assert all(line.covered for line in kfac.report())
+
+
+def test_capture_of_a_loss_with_one_of_the_models_modules() -> None:
+    model, other = mlp(), mlp()
+    kfac = KFAC(model, kl_clip=None)
+    model[2] = nn.Linear(5, 3)  # exchanged since
+    kfac.capture(model[2](other[1](other[0](torch.randn(6, 4)))).square().mean(), terms=6)
 
 
 def test_capture() -> None:

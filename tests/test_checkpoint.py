@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad import KFAC
+from natgrad import KFAC, NatgradWarning
 
 
 def mlp() -> nn.Module:
@@ -249,3 +250,178 @@ def test_schedules_go_on_from_the_step_of_a_checkpoint() -> None:
     model(x).square().mean().backward()
     other.step()
     assert seen == [0, 1, 2, 3]
+
+
+def test_a_layer_that_the_checkpoint_does_not_know_has_no_statistics_yet() -> None:
+    model, optimizer, kfac = make("mlp", factor_update_steps=5)
+    train(model, optimizer, 0, 3, (4,))
+    state = kfac.state_dict()
+    kfac.detach()
+    larger = nn.Sequential(*model, nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(larger.parameters(), lr=0.1)
+    other = KFAC(larger, factor_update_steps=5).attach(optimizer)
+    other.load_state_dict(state)
+    for step in (3, 4):
+        report = other.report()
+        assert report["0.weight"].covered
+        assert report["3.weight"].reason == "no statistics yet: known after the next step that takes them"
+        assert "left to the optimizer" not in str(report)
+        train(larger, optimizer, step, step + 1, (4,))
+    train(larger, optimizer, 5, 6, (4,))
+    assert all(line.covered for line in other.report())
+
+
+# Tensors that are not what they were
+
+
+def trained(stop: int = 3, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
+    model, optimizer, kfac = make("mlp", **options)
+    model.to(dtype)
+    train_in(dtype, model, optimizer, 0, stop)
+    return kfac.state_dict()
+
+
+def train_in(dtype: torch.dtype, model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return train(model, optimizer, first, last, (4,))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def altered(state: Any, field: str, change: Callable[[Tensor], Any]) -> Any:
+    """The state with every tensor under this name changed."""
+    if isinstance(state, dict):
+        return {
+            name: change(value) if name == field and isinstance(value, Tensor) else altered(value, field, change)
+            for name, value in state.items()
+        }
+    return [altered(one, field, change) for one in state] if isinstance(state, list) else state
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    return all(map(same, one, other)) if isinstance(one, list) else bool(one == other)
+
+
+NAMED = {
+    "sum": r"factor 0\.weight/0/0",
+    "weight": r"'weight' of the factor 0\.weight/0/0",
+    "counts": r"'counts' of 0\.weight/0",
+    "matrix": r"'matrix' of the decomposition 0\.weight/0",
+    "values": r"'values' of the decomposition 0\.weight/0",
+    "scale": r"'scale' of the decomposition of 0\.weight",
+}
+BAD: list[tuple[Callable[[Tensor], Any], str]] = [
+    (Tensor.int, "int32 in the checkpoint, expected a floating-point tensor of shape"),
+    (Tensor.bool, "bool in the checkpoint, expected a floating-point"),
+    (lambda tensor: tensor.to(torch.complex64), "complex64 in the checkpoint"),
+    (lambda tensor: None, "missing from the checkpoint, expected a floating-point"),
+    (lambda tensor: "x", "a str in the checkpoint"),
+    (lambda tensor: tensor[None], "has shape .* in the checkpoint, the model needs"),
+]
+
+
+@pytest.mark.parametrize("field", NAMED)
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_a_tensor_that_cannot_be_used_is_named_and_changes_nothing(
+    field: str, change: Callable[[Tensor], Any], message: str
+) -> None:
+    state = altered(trained(), field, change)
+    model, optimizer, kfac = make("mlp")
+    train(model, optimizer, 0, 4, (4,))
+    expected = kfac.state_dict()
+    with pytest.raises(ValueError, match=f"{NAMED[field]}.*{message}"):
+        kfac.load_state_dict(state)
+    assert same(kfac.state_dict(), expected)
+
+
+@pytest.mark.parametrize("field", ["sum", "weight", "counts"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_statistics_that_are_not_finite_are_refused(field: str, value: float) -> None:
+    state = altered(trained(), field, lambda tensor: tensor.clone().fill_(value))
+    kfac = make("mlp")[2]
+    with pytest.raises(ValueError, match=rf"{NAMED[field]} holds NaN or inf.* in the checkpoint: load an earlier one"):
+        kfac.load_state_dict(state)
+    assert kfac.steps == 0
+    assert not kfac.blocks
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("field", ["matrix", "scale"])
+def test_decompositions_that_are_not_finite_are_made_again(field: str, solver: str) -> None:
+    state = trained(stop=4, solver=solver)
+    own = state["decompositions"]["0.weight"]
+    state["decompositions"]["0.weight"] = altered(own, field, lambda tensor: tensor * float("nan"))
+    model, optimizer, kfac = make("mlp", solver=solver, inv_update_steps=100)
+    with pytest.warns(NatgradWarning, match=r"the checkpoint's decompositions of 0\.weight hold NaN or inf"):
+        kfac.load_state_dict(state)
+    assert kfac.metrics()["skipped_steps"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 4, 6, (4,))
+    assert kfac.metrics()["skipped_steps"] == 0
+    # What was whole is not made again.
+    assert {key: member.solved_at for key, member in kfac._preconditioner.solved.items()} == {
+        "0.weight": 4,
+        "2.weight": 0,
+    }
+
+
+def test_a_decomposition_that_is_missing_is_made_in_the_next_step() -> None:
+    state = trained(stop=3)
+    del state["decompositions"]["2.weight"]
+    model, optimizer, kfac = make("mlp", factor_update_steps=100)
+    kfac.load_state_dict(state)
+    train(model, optimizer, 3, 4, (4,))
+    assert kfac._preconditioner.solved["2.weight"].solved_at == 3
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("field", NAMED)
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float64])
+def test_tensors_of_another_precision_are_converted(field: str, dtype: torch.dtype, solver: str) -> None:
+    whole = trained(solver=solver)
+    model, optimizer, kfac = make("mlp", solver=solver)
+    kfac.load_state_dict(whole)
+    expected = train(model, optimizer, 3, 9, (4,))
+    model, optimizer, kfac = make("mlp", solver=solver)
+    kfac.load_state_dict(altered(whole, field, lambda tensor: tensor.to(dtype)))
+    torch.testing.assert_close(train(model, optimizer, 3, 9, (4,)), expected, rtol=1e-2, atol=0)
+    dtypes = {factor.sum.dtype for block in kfac.blocks for factor in block.factors()}
+    assert dtypes == {torch.float64 if (field, dtype) == ("sum", torch.float64) else torch.float32}
+
+
+def test_one_factor_of_another_precision() -> None:
+    state = trained()
+    part = state["blocks"]["0.weight"]["orientations"][0]["sides"][1]
+    part["sum"] = part["sum"].double()
+    model, optimizer, kfac = make("mlp")
+    kfac.load_state_dict(state)
+    train(model, optimizer, 3, 9, (4,))
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize(("before", "after"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_a_model_of_another_precision_goes_on_in_that_of_the_checkpoint(
+    before: torch.dtype, after: torch.dtype, solver: str
+) -> None:
+    state = trained(dtype=before, solver=solver)
+    model, optimizer, kfac = make("mlp", solver=solver)
+    model.to(after)
+    kfac.load_state_dict(state)
+    train_in(after, model, optimizer, 3, 9)
+    assert {factor.sum.dtype for block in kfac.blocks for factor in block.factors()} == {before}
+
+
+def test_a_shared_factor_whose_first_block_is_gone_is_named() -> None:
+    model, optimizer, kfac = make("tied")
+    train(model, optimizer, 0, 2, (4,))
+    state = kfac.state_dict()
+    del state["blocks"]["a.weight"]
+    with pytest.raises(ValueError, match=r"factor b\.weight/0/1 is a\.weight/0/1 in the checkpoint, which does not"):
+        kfac.load_state_dict(state)

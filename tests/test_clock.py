@@ -146,6 +146,23 @@ def test_kfac_marks_its_parts_and_statistics_only_where_it_takes_them(
     assert len({frozenset(times.items()) for _, times in steps[::2]}) == 1
 
 
+def test_parts_begin_more_often_than_they_have_something_to_do() -> None:
+    """As the documentation of `Clock.take` says: decompositions are counted elsewhere."""
+    clock = Clock()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    kfac = KFAC(model, lr=0.1)
+    kfac.clock = clock
+    for _ in range(10):
+        model.zero_grad()
+        functional.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+        kfac.step()
+    _, times = clock.take()
+    assert times["solve"] == times["precondition"] == 10
+    assert times["statistics"] > 1
+    assert kfac.metrics()["decompositions"] == 2  # both sides, once
+
+
 @pytest.mark.parametrize("options", [{}, {"fisher": "sampled"}, {"solver": "inverse", "kl_clip": None}])
 def test_a_clock_changes_no_bit(options: dict[str, object]) -> None:
     for bare, clocked in zip(trained(6, clock=None, **options), trained(6, clock=Clock(), **options), strict=True):

@@ -13,10 +13,12 @@ from natgrad.blocks.kronecker import KroneckerBlock, Orientation, Whole
 from natgrad.blocks.registry import Registry
 from natgrad.capture.form import Form
 from natgrad.capture.layout import Layout
+from natgrad.errors import Warner
 from natgrad.precondition.preconditioner import Keys, Preconditioner
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side
 from natgrad.statistics.gram import accumulation_dtype
+from natgrad.stored import not_finite, refuse_not_finite, stored_tensor
 
 VERSION = 5
 _KEYS = (
@@ -90,14 +92,30 @@ def load_blocks(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> l
     if missing:
         raise ValueError(f"the checkpoint lacks {', '.join(map(repr, missing))}")
     factors: dict[str, Factor] = {}
-    return [load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
+    blocks = [load_block(key, entry, parameters, factors) for key, entry in state["blocks"].items()]
+    _refuse_bad_statistics(blocks, factors)
+    return blocks
+
+
+def _refuse_bad_statistics(blocks: Iterable[KroneckerBlock], factors: Mapping[str, Factor]) -> None:
+    """Running averages that are not finite stay so for ever."""
+    tensors = {f"the factor {home}": factor.sum for home, factor in factors.items()}
+    tensors |= {f"'weight' of the factor {home}": factor.weight for home, factor in factors.items()}
+    for block in blocks:
+        tensors |= {f"'counts' of {block.key}/{n}": one.counts for n, one in enumerate(block.orientations)}
+    refuse_not_finite(tensors)
 
 
 def load_block(
-    key: str, entry: Mapping[str, Any], parameters: Mapping[str, Tensor], factors: dict[str, Factor]
+    key: str,
+    entry: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    factors: dict[str, Factor],
+    *,
+    bare: bool = False,
 ) -> KroneckerBlock:
-    """One block, checked against the model's parameters; without statistics where the entry has none. `factors` are
-    those loaded so far, by their home.
+    """One block, checked against the model's parameters; without statistics where it is `bare`. `factors` are those
+    loaded so far, by their home.
     """
     weight = Layout.from_state(entry["weight"])
     bias = None if entry["bias"] is None else Layout.from_state(entry["bias"])
@@ -122,33 +140,35 @@ def load_block(
         # The second orientation is that of the transpose: its row side belongs to the block's columns.
         own = sizes[::-1] if number else sizes
         sides = [
-            _load_factor(f"{key}/{number}/{side}", part, (stack, size), like, factors)
+            _load_factor(f"{key}/{number}/{side}", part, (stack, size), like, factors, bare=bare)
             for side, (part, size) in enumerate(zip(stored["sides"], own, strict=True))
         ]
         orientation = Orientation(sides)
-        if "counts" in stored:
-            orientation.counts.copy_(stored["counts"])
+        if not bare:
+            orientation.counts.copy_(stored_tensor(f"'counts' of {key}/{number}", stored.get("counts"), (2,)))
         orientations.append(orientation)
     swapped = orientations[1] if len(orientations) > 1 else None
     return KroneckerBlock(weight, bias, kind=entry["kind"], form=form, straight=orientations[0], swapped=swapped)
 
 
-def _load_factor(home: str, stored: Any, shape: tuple[int, int], like: Tensor, factors: dict[str, Factor]) -> Factor:
+def _load_factor(
+    home: str, stored: Any, shape: tuple[int, int], like: Tensor, factors: dict[str, Factor], *, bare: bool
+) -> Factor:
     if isinstance(stored, str):
+        if stored not in factors:
+            raise ValueError(f"the factor {home} is {stored} in the checkpoint, which does not have that one")
         return factors[stored]
     stack, size = shape
-    if "sum" not in stored:
+    if bare:
         dtype = accumulation_dtype(like.dtype)
         return Factor(stack, size, diagonal=stored["diagonal"], dtype=dtype, device=like.device)
-    total: Tensor = stored["sum"]
+    # In the checkpoint's precision, whatever the model's: nothing is lost of what has been added up so far.
     expected = (stack, size) if stored["diagonal"] else (stack, size, size)
-    if tuple(total.shape) != expected:
-        raise ValueError(
-            f"the factor {home} has shape {tuple(total.shape)} in the checkpoint, the model needs {expected}"
-        )
+    total = stored_tensor(f"the factor {home}", stored.get("sum"), expected)
+    weight = stored_tensor(f"'weight' of the factor {home}", stored.get("weight"), ())
     factor = Factor(stack, size, diagonal=stored["diagonal"], dtype=total.dtype, device=like.device)
     factor.sum.copy_(total)
-    factor.weight.copy_(stored["weight"])
+    factor.weight.copy_(weight)
     factors[home] = factor
     return factor
 
@@ -171,27 +191,71 @@ def save_solved(solved: Iterable[SolvedBlock], keys: Keys, sides: Mapping[Hashab
 
 
 def load_solved(state: Mapping[str, Any], blocks: list[KroneckerBlock], preconditioner: Preconditioner) -> None:
-    """Gives a fresh preconditioner the solutions of a checkpoint."""
+    """Gives a fresh preconditioner the solutions of a checkpoint, in the precision of the factors. What is not finite
+    is left out, with a warning: factors are there to make it again from.
+    """
     by_key = {block.key: block for block in blocks}
-    sides: dict[str, Side] = {}
+    stored = {
+        f"{key}/{number}": part
+        for key, entry in state.items()
+        for number, part in enumerate(entry["sides"])
+        if not isinstance(part, str)
+    }
+    loaded: dict[tuple[str, Factor], Side] = {}
+    solved: dict[str, SolvedBlock] = {}
     for key, entry in state.items():
-        for number, stored in enumerate(entry["sides"]):
-            if not isinstance(stored, str):
-                sides[f"{key}/{number}"] = Side(*(_cloned(stored[field]) for field in ("matrix", "values")))
         block = by_key.get(key)
         if block is None:
             continue  # excluded here
-        device = block.straight.row.sum.device
-        own = [
-            sides[stored if isinstance(stored, str) else f"{key}/{number}"]
-            for number, stored in enumerate(entry["sides"])
-        ]
-        sizes = [factor.sum.shape[1] for factor in block.straight.sides]
-        for side, size in zip(own, sizes, strict=True):
-            side.matrix, side.values = (None if p is None else p.to(device) for p in (side.matrix, side.values))
-            if any(p is not None and p.shape[-1] != size for p in (side.matrix, side.values)):
-                raise ValueError(f"the decomposition of {key} does not have the size of its factors ({size})")
-        preconditioner.adopt(block, own, entry["scale"].to(device), entry["solved_at"])
+        sides = []
+        for number, (part, factor) in enumerate(zip(entry["sides"], block.straight.sides, strict=True)):
+            home = part if isinstance(part, str) else f"{key}/{number}"
+            if (home, factor) not in loaded:
+                loaded[home, factor] = _load_side(home, stored.get(home), block, number, preconditioner.solver)
+            sides.append(loaded[home, factor])
+        scale = stored_tensor(f"'scale' of the decomposition of {key}", entry.get("scale"), (block.shape[0],))
+        solved[key] = SolvedBlock(block, tuple(sides), scale.to(block.straight.row.sum), entry["solved_at"])
+    bad = _not_finite(solved)
+    for key, member in solved.items():
+        if key not in bad:
+            preconditioner.adopt(member.block, member.sides, member.scale, member.solved_at)
+    preconditioner.missing = by_key.keys() - solved.keys() | bad
+
+
+def _load_side(home: str, stored: Any, block: KroneckerBlock, number: int, solver: str) -> Side:
+    """The solution of a side. Those of a block that is used in both orientations, of which one is diagonal, may be
+    diagonal or not.
+    """
+    what = f"the decomposition {home}"
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"{what} is missing from the checkpoint: load the state as kfac.state_dict() made it")
+    factors = [block.straight.sides[number]]
+    if block.swapped is not None:
+        factors.append(block.swapped.sides[1 - number])
+    stack, size = factors[0].sum.shape[:2]
+
+    def part(field: str, shape: tuple[int, ...]) -> Tensor:
+        return stored_tensor(f"{field!r} of {what}", stored.get(field), shape).to(block.straight.row.sum, copy=True)
+
+    diagonal = stored.get("matrix") is None and any(factor.diagonal for factor in factors)
+    matrix = None if diagonal else part("matrix", (stack, size, size))
+    return Side(matrix, part("values", (stack, size)) if diagonal or solver == "eigen" else None)
+
+
+def _not_finite(solved: Mapping[str, SolvedBlock]) -> set[str]:
+    """The blocks whose solutions hold NaN or inf: with them gradients would be zero until the next decomposition."""
+    tensors: dict[tuple[str, int], Tensor] = {}
+    for key, member in solved.items():
+        parts = [part for side in member.sides for part in (side.matrix, side.values) if part is not None]
+        tensors |= {(key, number): part for number, part in enumerate([member.scale, *parts])}
+    bad = list(dict.fromkeys(key for key, _ in not_finite(tensors)))
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        Warner().tell(
+            f"the checkpoint's decompositions of {', '.join(bad[:3])}{more} hold NaN or inf: they are left out, and "
+            "made again from the factors"
+        )
+    return set(bad)
 
 
 def load_generator(

@@ -50,7 +50,12 @@ class Clock:
             self.switch(before, again=True)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds by part since the last call, as far as the device has got, and how often each part began."""
+        """Seconds by part since the last call, as far as the device has got, and how often each part began.
+
+        The latter tells how many steps of one's own parts there were; of K-FAC's it is not how often they had something
+        to do. ``solve`` begins in every step, to see whether decompositions are due, and ``statistics`` several times
+        in a step that takes them. ``kfac.metrics()["decompositions"]`` counts those that were made.
+        """
         self._add_up()
         taken, self._seconds, self._times = (self._seconds, self._times), {}, {}
         return taken

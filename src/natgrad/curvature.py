@@ -75,6 +75,7 @@ class Curvature:
         self._refreshed_at: int | None = None
         self._stale = False  # statistics have come in since the last refresh
         self._moved_at: int | None = None  # the step of the last statistics
+        self.only_loaded = False  # what is known comes from a checkpoint: no statistics have been taken since
         self._finite: Tensor | None = None  # of factors, in the last step that took statistics; others were refused
         self._solved_version = 0
         self._registry = registry
@@ -170,7 +171,7 @@ class Curvature:
         self._finite = finite
         self._watch.disarm()
         self.factors_at = self.step if complete else None
-        self._stale, self._moved_at = True, self.step
+        self._stale, self._moved_at, self.only_loaded = True, self.step, False
         if self._turns is not None:
             self._turns.moved(self.step, now, self._registry, self.preconditioner, pace)
         return True
@@ -318,8 +319,10 @@ class Curvature:
         everything = due and (self._stale or inverse)
         if due:
             self._refreshed_at, self._stale, self.solved_damping = self.step, False, damping
-        # A block that has no solution yet gets one as soon as it has statistics.
-        new = self.factors_at == self.step and not self._registry.keys() <= solved.keys()
+        # A block that has no solution yet gets one as soon as it has statistics; after loading it may have them.
+        new = self.factors_at == self.step or bool(self.preconditioner.missing)
+        new = new and not self._registry.keys() <= solved.keys()
+        self.preconditioner.missing = set()
         turn = self._turn(now)
         if everything or turn or new:
             blocks = [b for b in self._registry if everything or b in turn or (new and b.key not in solved)]
@@ -470,7 +473,7 @@ class Curvature:
         self.preconditioner = preconditioner
         self.step, self.factors_at = state["step"], state["factors_at"]
         self._refreshed_at, self._stale = state["refreshed_at"], state["stale"]
-        self._moved_at = state["moved_at"]
+        self._moved_at, self.only_loaded = state["moved_at"], True
         self.solved_damping = state["solved_damping"]
         if blocks and self._together is not None:
             self._together.keep_share(preconditioner, self.refresh_interval, state["shares"])

@@ -34,7 +34,7 @@ from natgrad.link import Link
 from natgrad.loss_scale import LossScale
 from natgrad.metrics import LayerMetrics, Metrics, known_ranges, layer_metrics
 from natgrad.observer import Observer
-from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, whole_number
+from natgrad.options import Hyperparameter, Now, Number, Terms, choice, flag, fraction, refuse_class, whole_number
 from natgrad.overlap.drift import DriftTurns
 from natgrad.overlap.job import Job
 from natgrad.overlap.jobs import Jobs
@@ -47,7 +47,7 @@ from natgrad.precondition.buffers import Buffers, Grafting, checked_grafting
 from natgrad.precondition.clip import Clip
 from natgrad.precondition.preconditioner import Preconditioner
 from natgrad.remaining import FALLBACKS, PER_CASE_ELEMENTS, Fallback
-from natgrad.report import NOT_YET, Report, build_report
+from natgrad.report import NO_STATISTICS, NOT_YET, Report, build_report
 from natgrad.roles.helpers import Helpers, refuse_role, take_statistics, with_inverse_workers
 from natgrad.roles.role import Role
 from natgrad.roles.stats import Desk
@@ -407,6 +407,8 @@ class KFAC:
 
     @objective.setter
     def objective(self, closure: Callable[[], Tensor] | None) -> None:
+        if closure is not None and not callable(closure):
+            raise TypeError(f"kfac.objective must be a function without arguments, or None, got {closure!r}")
         self._control.closure = closure
 
     def attach(self, optimizer: torch.optim.Optimizer, *, grad_scaler: torch.amp.GradScaler | None = None) -> KFAC:
@@ -452,6 +454,7 @@ class KFAC:
             raise ValueError("capture takes a loss that is attached to its graph, before backward()")
         if not self._watch.armed:
             return
+        self._observer.refuse_foreign(loss)
         if outputs is None and self._window.fisher != "empirical":
             raise ValueError(f"fisher={self._window.fisher!r} draws its own targets: pass capture(loss, outputs=...)")
         if outputs is None and terms is None and not self._observer.knows_terms:
@@ -658,6 +661,9 @@ class KFAC:
 
     @clock.setter
     def clock(self, clock: Clock) -> None:
+        refuse_class("kfac.clock", clock)
+        if not isinstance(clock, Clock):
+            raise TypeError(f"kfac.clock must be a natgrad.Clock, such as natgrad.Clock(device), got {clock!r}")
         self._window.clock = clock
         if self._together is not None:
             self._together.channel.clock = clock
@@ -706,6 +712,8 @@ class KFAC:
         """
         left = {name: self._observer.why_left(name, parameter) for name, parameter in self._parameters.items()}
         unseen = "not used in any pass seen so far" if self._registry or self._window.unrecognised else NOT_YET
+        if self._curvature.only_loaded:
+            unseen = NO_STATISTICS
         known = self._window.unrecognised | self._window.left
         reasons = {name: why or known.get(name, unseen) for name, why in left.items()}
         attached = "" if self._link.attached else ", not attached to an optimizer"

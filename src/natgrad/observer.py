@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from natgrad.aside import draw_cases, run_aside, take_cases
 from natgrad.capture import outputs
+from natgrad.capture.graph import Walk
 from natgrad.capture.structure import Structure
 from natgrad.capture.watch import Inputs
 from natgrad.errors import Warner
@@ -95,6 +96,19 @@ class Observer:
         if not self._link.holds(parameter):
             return "not in the attached optimizer"
         return None if parameter.requires_grad else "frozen (requires_grad=False)"
+
+    def refuse_foreign(self, loss: Tensor) -> None:
+        """A loss that another model has made."""
+        self._follow_replaced_modules()
+        walk = Walk([loss])
+        hidden = "CheckpointFunctionBackward" in walk  # which has an error of its own
+        if not hidden and all(walk.leaf(parameter) is None for parameter in self._parameters.values()):
+            names = list(self._parameters)
+            named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise ValueError(
+                f"this loss was not made of this model: none of its parameters ({named}) is in the loss's graph. Call "
+                "capture() of the KFAC whose model has made it"
+            )
 
     def see(self, inputs: Inputs, output: Any) -> str | None:
         """Looks at one call of the model; returns what `tap` returns."""

@@ -7,7 +7,6 @@ They do what the optimizer of that name does with a `natgrad.KFAC` attached, and
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.kfac import KFAC
+from natgrad.options import refuse_unknown
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -116,11 +116,7 @@ def _split_options(
     of_base = inspect.signature(base).parameters.keys() - {"params"}
     of_kfac = inspect.signature(KFAC).parameters.keys() - {"model", "optimizer"} - of_base
     known = of_base | of_kfac | {"params", "grad_scaler"}
-    for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, sorted(known), n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else f" ({base.__name__}'s and KFAC's are known)"
-            raise TypeError(f"{name} has no option {option!r}{hint}")
+    refuse_unknown(name, options, known, otherwise=f" ({base.__name__}'s and KFAC's are known)")
     return (
         {option: value for option, value in options.items() if option in of_base},
         {option: value for option, value in options.items() if option in of_kfac},

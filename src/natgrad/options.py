@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,22 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def refuse_class(name: str, value: Any) -> None:
+    """A class where one of its objects is meant."""
+    if isinstance(value, type):
+        module = "natgrad." if value.__module__.startswith("natgrad.") else ""
+        raise TypeError(f"{name} got the class {value.__name__}: call it, {module}{value.__name__}(...)")
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], *, otherwise: str = "") -> None:
+    """An option that there is not, with the one that was meant, or what to say where none is like it."""
+    for option in given:
+        if option not in known:
+            near = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else otherwise
+            raise TypeError(f"{owner} has no option {option!r}{hint}")
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, none: str = "") -> int | None:
@@ -51,8 +67,7 @@ class Hyperparameter:
     def __init__(
         self, name: str, value: Any, *, above: float, below: float = math.inf, inclusive: bool = False
     ) -> None:
-        if isinstance(value, type):
-            raise TypeError(f"{name} got the class {value.__name__}: call it, {value.__name__}(...)")
+        refuse_class(name, value)
         self.name = name
         self.value = value
         self._above, self._below, self._inclusive = above, below, inclusive

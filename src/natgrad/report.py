@@ -12,6 +12,9 @@ from natgrad.blocks.registry import Registry
 from natgrad.precondition.preconditioner import Preconditioner
 
 NOT_YET = "not known yet: run one training step"
+NO_STATISTICS = "no statistics yet: known after the next step that takes them"
+UNKNOWN = (NOT_YET, NO_STATISTICS)
+"""Reasons that say nothing of the parameter itself."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Report:
             if line.covered
             else (
                 line.parameter,
-                line.reason if line.reason == NOT_YET else f"left to the optimizer: {line.reason}",
+                line.reason if line.reason in UNKNOWN else f"left to the optimizer: {line.reason}",
                 "",
                 "",
                 "",

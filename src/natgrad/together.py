@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from natgrad.distribute.union import (
     unite,
 )
 from natgrad.metrics import LayerMetrics, known_ranges, layer_metrics
-from natgrad.options import Now
+from natgrad.options import Now, refuse_unknown
 from natgrad.precondition.preconditioner import Preconditioner, Request
 from natgrad.precondition.stack import SolvedBlock
 from natgrad.solve.solver import Side, Solved
@@ -43,11 +44,15 @@ P = ParamSpec("P")
 
 
 def announced(construct: Callable[P, None]) -> Callable[P, None]:
-    """Tells the other ranks of an error in the constructor of a KFAC: they would wait for this one."""
+    """Tells the other ranks of an error in the constructor of a KFAC: they would wait for this one. Options that there
+    are not are such an error, with the one that was meant.
+    """
+    known = inspect.signature(construct).parameters.keys()
 
     @functools.wraps(construct)
     def constructing(*arguments: P.args, **options: P.kwargs) -> None:
         try:
+            refuse_unknown("KFAC", options, known)
             construct(*arguments, **options)
         except Exception as error:
             model = arguments[1] if len(arguments) > 1 else options.get("model")

@@ -437,6 +437,30 @@ def test_the_largest_part_of_kfacs_step_comes_with_what_makes_it_cheaper():
     assert advice({}) == ()
 
 
+def test_what_has_taken_part_is_not_advised():
+    def advice(part, options, *others):
+        ours = kfac([0.1], [0.1], parts={"model": 0.4, part: 0.6}, settings={"kfac": options})
+        rivals = [
+            contender(f"K-FAC {n}", run([0.9], uses_kfac=True, settings={"kfac": other}), uses_kfac=True)
+            for n, other in enumerate(others)
+        ]
+        # What stands in a recipe without K-FAC has not been tried.
+        plain = sgd([0.9, 0.1], [0.9, 0.1], settings={"kfac": {"enabled": False, "solver": "inverse"}})
+        return judge(comparison(plain, ours, *rivals)).advice
+
+    inverse, later = {"solver": "inverse"}, {"inv_update_steps": 40}
+    every = {"inv_update_steps": 20}
+    takes = "Decompositions take 60 % of K-FAC's step: try "
+    assert advice("solve", every) == (f"{takes}kfac-inverse, or kfac+kfac.inv_update_steps=40 among the --optimizers.",)
+    assert advice("solve", every, inverse) == (f"{takes}kfac+kfac.inv_update_steps=40 among the --optimizers.",)
+    assert advice("solve", every, later) == (f"{takes}kfac-inverse among the --optimizers.",)
+    assert advice("solve", every, later, inverse) == ()
+    assert advice("statistics", {}, {"sharing": "reduce"}, {"factor_update_steps": 20}) == ()
+    assert advice("precondition", {}, inverse) == (
+        "Preconditioning takes 60 % of K-FAC's step: try a larger training.batch, for which it costs no more.",
+    )
+
+
 def test_a_setting_that_won_at_the_edge_of_its_sweep_is_told():
     trials = tuple(Trial(settings={"lr": rate}, rungs=((1, 0.1),)) for rate in (0.01, 0.1, 1.0))
     edge = contender("SGD", run([0.1]), trials=trials, settings={"lr": 1.0})

@@ -255,3 +255,27 @@ def test_every_rank_goes_on_with_its_own_generator_and_new_ones_draw_anew(tmp_pa
     more = run_on_ranks(partial(draws, again=True), tmp_path / "more", 3, tmp_path)
     for weights in more:
         same(weights, more[0])
+
+
+MIDDLE: dict[str, Any] = {"factor_update_steps": 4, "inv_update_steps": 4, "kl_clip": 1e-3}
+DAMAGED = [("comm-opt", MIDDLE), ("layer-wise", MIDDLE), ("hybrid", {**MIDDLE, "solver": "inverse"})]
+
+
+def go_on_damaged(rank: int, ranks: int, folder: Path) -> list[Any]:
+    with pytest.warns(natgrad.NatgradWarning, match="the checkpoint's decompositions of .* hold NaN or inf"):
+        return go_on_all(rank, ranks, folder, DAMAGED)
+
+
+def test_decompositions_that_are_not_finite_are_made_again_by_all_ranks(tmp_path):
+    for number, (_, options) in enumerate(DAMAGED):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        loop = Loop(0, 1, **options).run(HALF)
+        state = {"model": loop.model.state_dict(), "kfac": loop.kfac.state_dict()}
+        for entry in list(state["kfac"]["decompositions"].values())[::2]:
+            entry["scale"] = entry["scale"] * float("nan")
+        torch.save(state, folder / "state.pt")
+    ends = go_on_damaged(0, 1, tmp_path)
+    for answer in run_on_ranks(go_on_damaged, tmp_path, 2, tmp_path):
+        for weights, end in zip(answer, ends, strict=True):
+            close(weights, end)

@@ -73,8 +73,13 @@ def test_a_timeout_is_a_time(timeout):
 def test_details_that_cannot_be_meant_are_refused():
     with pytest.raises(TypeError, match=r"where got the class ThreadPoolExecutor: call it, ThreadPoolExecutor\(...\)"):
         Background(ThreadPoolExecutor)
-    with pytest.raises(TypeError, match=r"got the class Staggered: call it"):
-        checked_overlap(Staggered, None, None, None)
+    for one, called in (
+        (Staggered, "natgrad.Staggered"),
+        (Background, "natgrad.Background"),
+        (ThreadPoolExecutor, "ThreadPoolExecutor"),
+    ):
+        with pytest.raises(TypeError, match=rf"^overlap got the class {one.__name__}: call it, {called}\(...\)"):
+            checked_overlap(one, None, None, None)
     with pytest.raises(ValueError, match="where must be one of 'auto', 'cpu', 'gpu', 'step', got 'gpus' .did you mean"):
         Background("gpus")
     for name in ("workers", "threads"):

@@ -247,3 +247,21 @@ def test_a_layer_in_the_place_of_another_starts_anew():
     loop.run(STEPS, skip=HALF)
     assert loop.kfac._preconditioner.solved["out.weight"].solved_at > 3
     assert loop.kfac.metrics()["background_failures"] == 0
+
+
+def test_what_was_under_way_and_is_not_finite_is_left_out(tmp_path):
+    save(0, 1, tmp_path, CASES[:1])
+    state = torch.load(tmp_path / "0.pt", weights_only=True)
+    damaged, *whole = state["kfac"]["under_way"][0]["blocks"]
+    state["kfac"]["under_way"][0]["blocks"][damaged]["scale"].fill_(float("nan"))
+    loop = Loop(0, 1, overlap=natgrad.Background("step"), **CASES[0])
+    loop.model.load_state_dict(state["model"])
+    with pytest.warns(natgrad.NatgradWarning, match="decompositions of .* hold NaN or inf: they are left out"):
+        loop.kfac.load_state_dict(state["kfac"])
+    loop.run(8, skip=HALF)
+    solved = {key: member.solved_at for key, member in loop.kfac._preconditioner.solved.items()}
+    assert solved[damaged] == 0
+    assert {solved[key] for key in whole} == {3}
+    loop.run(STEPS, skip=8)
+    assert loop.kfac.metrics()["skipped_steps"] == 0
+    assert loop.kfac._preconditioner.solved[damaged].solved_at > 3

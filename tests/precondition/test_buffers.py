@@ -182,12 +182,21 @@ def test_checkpoints_continue_bit_for_bit(options: dict[str, Any]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_buffers_that_do_not_fit_are_refused_whole() -> None:
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (torch.zeros(3, 3), r"has shape \(3, 3\) in the checkpoint, .* needs \(5, 4\)"),
+        (torch.zeros(5, 4, dtype=torch.int32), r"is int32 in the checkpoint, expected a floating-point tensor"),
+        (None, r"is missing from the checkpoint, expected a floating-point tensor of shape \(5, 4\)"),
+        (torch.full((5, 4), math.nan), r"holds NaN or inf in the checkpoint: load an earlier one"),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused_whole(found: Any, message: str) -> None:
     kfac, _, _ = steps(net(), batches(1), raw_momentum=0.9)
     state = kfac.state_dict()
-    state["buffers"]["momentum"]["0.weight"] = torch.zeros(3, 3)
+    state["buffers"]["momentum"]["0.weight"] = found
     other = KFAC(net(), kl_clip=None)
-    with pytest.raises(ValueError, match=r"0\.weight has shape \(5, 4\), its momentum in the checkpoint \(3, 3\)"):
+    with pytest.raises(ValueError, match=rf"momentum of 0\.weight {message}"):
         other.load_state_dict(state)
     assert (other.steps, other.blocks) == (0, [])
 

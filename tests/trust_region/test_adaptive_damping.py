@@ -200,9 +200,8 @@ def test_the_objective_is_asked_for_before_anything_changes() -> None:
             stepper.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         assert kfac.steps == 1
-        kfac.objective = 3.0  # type: ignore[assignment]
         with pytest.raises(TypeError, match="a function without arguments"):
-            stepper.step()
+            kfac.objective = 3.0  # type: ignore[assignment]
 
 
 def test_without_an_optimizer_to_look_at() -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from natgrad.cli import formatting as form
-from natgrad.report import NOT_YET, Report
+from natgrad.report import UNKNOWN, Report
 
 ACCENT = "#2f8fc7"
 """A blue that is readable on black and on white."""
@@ -222,7 +222,7 @@ def report_table(report: Report) -> Group:
     for line in report:
         if line.covered:
             table.add_row(Text(line.parameter), Text(line.block), Text(line.factors), form.size(line.bytes))
-        elif line.reason == NOT_YET:
+        elif line.reason in UNKNOWN:
             table.add_row(Text(line.parameter), Text(line.reason), style="dim")
         else:
             table.add_row(Text(line.parameter), Text("left to the optimizer"), Text(line.reason), style="dim")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from natgrad.compare.arrivals import Race, Row, best_of, duration, measure_of
 from natgrad.compare.history import Comparison, Contender, mean_parts
@@ -26,7 +26,7 @@ def advise(comparison: Comparison, race: Race | None) -> tuple[str, ...]:
     if race is not None:
         ours, theirs = (_contender(comparison, row) for row in (race.ours, race.theirs))
         lines += [*_hardly_learned(theirs, comparison), *_more_seeds(race), *_break_even(race)]
-        lines += _largest_part(ours) if _is_cost(race) else []
+        lines += _largest_part(ours, comparison) if _is_cost(race) else []
         lines += _other_settings(race) if race.by_clock == "second" and not _is_cost(race) else []
     lines += [line for one in comparison.contenders for line in _edges(one)]
     return tuple(lines)
@@ -93,7 +93,7 @@ def _break_even(race: Race) -> list[str]:
     ]
 
 
-def _largest_part(contender: Contender) -> list[str]:
+def _largest_part(contender: Contender, comparison: Comparison) -> list[str]:
     """Where K-FAC's own time goes, and what makes it less."""
     parts = mean_parts(contender.runs)
     whole = sum(parts.values())
@@ -101,21 +101,31 @@ def _largest_part(contender: Contender) -> list[str]:
     name = max(own, key=lambda one: own[one], default=None)
     if name is None or own[name] < LARGE:
         return []
-    kfac = next((run.settings["kfac"] for run in contender.runs if "kfac" in run.settings), None)
-    ways = _in_a_script(name) if kfac is None else _among_the_optimizers(name, kfac)
+    kfac = next(_tables(contender), None)
+    tried = [table for one in comparison.contenders if one.uses_kfac for table in _tables(one)]
+    ways = _in_a_script(name) if kfac is None else _among_the_optimizers(name, kfac, tried)
+    if not ways:
+        return []
     takes = {"statistics": "statistics take", "solve": "decompositions take", "precondition": "preconditioning takes"}
     return [f"{takes[name].capitalize()} {100 * own[name]:.0f} % of {contender.name}'s step: try {', or '.join(ways)}."]
 
 
-def _among_the_optimizers(part: str, kfac: Mapping[str, object]) -> list[str]:
-    """As ``natgrad compare --optimizers`` takes them."""
-    variant = {"statistics": ("sharing", "reduce")}.get(part, ("solver", "inverse"))
-    ways = [] if kfac.get(variant[0]) == variant[1] else [f"kfac-{variant[1]}"]
-    if part == "precondition":
-        ways = [f"{way} among the --optimizers" for way in ways]
-        return [*ways, "a larger training.batch, for which it costs no more"]
-    interval = {"statistics": "factor_update", "solve": "inv_update"}[part]
-    return [*ways, f"kfac+kfac.{_twice(interval, kfac)} among the --optimizers"]
+def _tables(contender: Contender) -> Iterator[Mapping[str, object]]:
+    """The ``[kfac]`` tables of a contender's recipes; runs of scripts have none."""
+    return (run.settings["kfac"] for run in contender.runs if "kfac" in run.settings)
+
+
+def _among_the_optimizers(part: str, kfac: Mapping[str, object], tried: Sequence[Mapping[str, object]]) -> list[str]:
+    """As ``natgrad compare --optimizers`` takes them, without what has taken part."""
+    field, word = {"statistics": ("sharing", "reduce")}.get(part, ("solver", "inverse"))
+    ways = [] if any(one.get(field) == word for one in tried) else [f"kfac-{word}"]
+    if part != "precondition":
+        field, value = _twice({"statistics": "factor_update", "solve": "inv_update"}[part], kfac)
+        if not any(one.get(field) == value for one in tried):
+            ways.append(f"kfac+kfac.{field}={value:.12g}")
+    if ways:
+        ways[-1] += " among the --optimizers"
+    return [*ways, "a larger training.batch, for which it costs no more"] if part == "precondition" else ways
 
 
 def _in_a_script(part: str) -> list[str]:
@@ -127,11 +137,12 @@ def _in_a_script(part: str) -> list[str]:
     }[part]
 
 
-def _twice(interval: str, kfac: Mapping[str, object]) -> str:
+def _twice(interval: str, kfac: Mapping[str, object]) -> tuple[str, float]:
+    """The option that has the interval, and a value twice as long."""
     if isinstance(now := kfac.get(f"{interval}_epochs"), int | float):
-        return f"{interval}_epochs={2 * now:g}"
+        return f"{interval}_epochs", 2 * now
     now = kfac.get(f"{interval}_steps")
-    return f"{interval}_steps={2 * (now if isinstance(now, int) else _INTERVALS[f'{interval}_steps'])}"
+    return f"{interval}_steps", 2 * (now if isinstance(now, int) else _INTERVALS[f"{interval}_steps"])
 
 
 def _edges(contender: Contender) -> list[str]:

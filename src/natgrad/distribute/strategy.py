@@ -9,7 +9,7 @@ import torch
 
 from natgrad.distribute.balance import METHODS
 from natgrad.distribute.costs import Costs
-from natgrad.options import choice, flag, fraction, whole_number
+from natgrad.options import choice, flag, fraction, refuse_class, whole_number
 
 STRATEGIES = ("auto", "comm-opt", "layer-wise", "hybrid")
 _HYBRID = 0.5
@@ -78,6 +78,7 @@ class Strategy:
 
 def checked_strategy(strategy: Any, grad_worker_fraction: Any) -> Strategy:
     """The options `strategy` and `grad_worker_fraction`: a word, or the whole."""
+    refuse_class("strategy", strategy)
     if not isinstance(strategy, Strategy):
         return Strategy(name=strategy, grad_worker_fraction=grad_worker_fraction)
     if grad_worker_fraction is not None:

@@ -80,7 +80,7 @@ def unite(registry: Registry, outlines: Sequence[Outline], parameters: Mapping[s
     result: list[KroneckerBlock] = []
     placed: dict[str, Factor] = {}
     for key in keys:
-        fresh = checkpoint.load_block(key, united[key], parameters, {})
+        fresh = checkpoint.load_block(key, united[key], parameters, {}, bare=True)
         block = present.get(key, fresh)
         if block.swapped is None:
             block.swapped = fresh.swapped

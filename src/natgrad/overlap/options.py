@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from natgrad.cores import available_cores
-from natgrad.options import choice, fraction, whole_number
+from natgrad.options import choice, fraction, refuse_class, whole_number
 
 PLACES = ("auto", "cpu", "gpu", "step")
 OVERLAPS = ("background", "staggered")
@@ -50,8 +50,7 @@ class Background:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.where, type):
-            raise TypeError(f"where got the class {self.where.__name__}: call it, {self.where.__name__}(...)")
+        refuse_class("where", self.where)
         if not _is_executor(self.where):
             choice("where", self.where, PLACES)
         whole = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
@@ -103,9 +102,10 @@ Overlap = Background | Staggered
 
 def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: Any) -> Overlap | None:
     """The options `overlap`, `delay`, `max_overhead` and `max_staleness`: words and numbers, or the whole."""
+    refuse_class("overlap", overlap)
     if isinstance(overlap, str):
         choice("overlap", overlap, OVERLAPS)
-    elif overlap is not None and not isinstance(overlap, type | Background | Staggered) and not _is_executor(overlap):
+    elif overlap is not None and not isinstance(overlap, Background | Staggered) and not _is_executor(overlap):
         raise ValueError(
             f"overlap must be {', '.join(map(repr, OVERLAPS))}, a natgrad.Background or natgrad.Staggered, a "
             f"concurrent.futures.Executor, or None, got {overlap!r}"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.foreach import multiply_all
-from natgrad.options import choice
+from natgrad.options import choice, refuse_class
+from natgrad.stored import refuse_not_finite, stored_tensor
 
 GRAFTED = ("sgd", "adam")
 
@@ -35,6 +36,7 @@ class Grafting:
 
 def checked_grafting(grafting: Any) -> Grafting | None:
     """The option `grafting`: None, a word, or the whole."""
+    refuse_class("grafting", grafting)
     return grafting if grafting is None or isinstance(grafting, Grafting) else Grafting(grafting)
 
 
@@ -119,11 +121,9 @@ class Buffers:
                 parameter = parameters.get(name)
                 if parameter is None:
                     raise ValueError(f"the checkpoint has {kind} of {name}, which the model does not have")
-                if tensor.shape != parameter.shape:
-                    raise ValueError(
-                        f"{name} has shape {tuple(parameter.shape)}, its {kind} in the checkpoint {tuple(tensor.shape)}"
-                    )
-                kept[name] = tensor.to(parameter.device).clone()
+                checked = stored_tensor(f"{kind} of {name}", tensor, tuple(parameter.shape))
+                kept[name] = checked.to(parameter.device, copy=True)
+            refuse_not_finite({f"{kind} of {name}": tensor for name, tensor in kept.items()})
         cohorts: dict[int, Tensor] = {}
         for name, count in state["count"].items():
             fresh = torch.tensor(float(count), dtype=torch.float64, device=parameters[name].device)

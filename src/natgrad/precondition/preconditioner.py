@@ -129,6 +129,7 @@ class Preconditioner:
         self.rule = rule
         self.others = others
         self.decompositions = 0  # sides that this process has decomposed so far
+        self.missing: set[str] = set()  # blocks that a checkpoint had no solutions of
         self._compiled = torch.compile(self._replace) if compiled else None
         # Not the method itself: a cycle would keep decompositions and graphs until the next garbage collection.
         self._compiled_directions = torch.compile(self._directions) if compiled else None

@@ -90,8 +90,6 @@ class Controller:
                 f"{asks} needs the loss of the batch again: set kfac.objective = lambda: loss_of(model(x), y) before "
                 "optimizer.step()"
             )
-        if self.closure is not None and not callable(self.closure):
-            raise TypeError(f"kfac.objective must be a function without arguments, got {self.closure!r}")
 
     def begin(self, step: int, now: Now, parameters: Mapping[str, Tensor]) -> None:
         """Before the gradients are preconditioned: notes what the step will be measured against."""
