@@ -29,13 +29,13 @@ def stored_tensor(what: str, found: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def not_finite(tensors: Mapping[Name, Tensor]) -> list[Name]:
-    """The names of those that hold NaN or inf; asks each device once."""
-    by_device: dict[torch.device, list[Name]] = {}
+    """The names of those that hold NaN or inf; asks each device once for a precision."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Name]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(name)
+            alike.setdefault((tensor.device, tensor.dtype), []).append(name)
     found: set[Name] = set()
-    for names in by_device.values():
+    for names in alike.values():
         flags = moving.finite([tensors[name] for name in names]).tolist()
         found.update(name for name, finite in zip(names, flags, strict=True) if not finite)
     return [name for name in tensors if name in found]
