@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import traceback
 from datetime import timedelta
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_SILENT = 45  # seconds; others wait for 30 of them before they give up
 
 
 def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: float = 60, dying: int = 0) -> list[Any]:
@@ -38,6 +41,7 @@ def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: f
 
 def _rank(rank: int, queue, function, store: str, ranks: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(_SILENT)  # where a rank hangs, in what the test has written to stderr
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
@@ -49,3 +53,5 @@ def _rank(rank: int, queue, function, store: str, ranks: int, arguments: tuple[A
             dist.destroy_process_group()
     except BaseException:
         queue.put((rank, (traceback.format_exc(), None)))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
