@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import threading
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,10 @@ def run_on_ranks(function, folder: Path, ranks: int, *arguments: Any, seconds: f
     error. Forked, since importing torch anew takes longer than most tests; with a GPU autograd has threads, which must
     not be forked. The last `dying` of them never answer.
     """
+    # What threads of earlier tests hold while a process is forked, a lock of MKL's say, nobody lets go of there.
+    for thread in threading.enumerate():
+        if thread.name.startswith("natgrad-"):
+            thread.join(timeout=2)
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     queue = context.Queue()
     store = folder / f"store-{ranks}"
