@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from natgrad.aside import draw_cases, run_aside, take_cases
 from natgrad.capture import outputs
-from natgrad.capture.graph import Walk
+from natgrad.capture.graph import may_reach
 from natgrad.capture.structure import Structure
 from natgrad.capture.watch import Inputs
 from natgrad.errors import Warner
@@ -100,9 +100,7 @@ class Observer:
     def refuse_foreign(self, loss: Tensor) -> None:
         """A loss that another model has made."""
         self._follow_replaced_modules()
-        walk = Walk([loss])
-        hidden = "CheckpointFunctionBackward" in walk  # which has an error of its own
-        if not hidden and all(walk.leaf(parameter) is None for parameter in self._parameters.values()):
+        if not may_reach(loss, self._parameters.values()):
             names = list(self._parameters)
             named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,28 @@ _TAKE_NUMBERS = frozenset(
 
 Question: TypeAlias = Callable[[Node, Any], Any]
 Notes: TypeAlias = dict[tuple[int, Question, Any], Any]  # (the node's number, what was asked, of what) → the answer
+
+
+def may_reach(output: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Whether some of these tensors are in an output's graph, or may be hidden in it by reentrant checkpointing; it
+    looks no further than to the first one, which is a few nodes away where there is any.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    nodes = deque([output.grad_fn])
+    seen = set(nodes)
+    while nodes:
+        node = nodes.popleft()
+        if node is None:
+            continue
+        name = type(node).__name__
+        if name == "CheckpointFunctionBackward":
+            return True
+        if name == "AccumulateGrad" and id(_attributes(node).variable) in wanted:
+            return True
+        fresh = {producer for producer, _ in node.next_functions} - seen
+        seen |= fresh
+        nodes += fresh
+    return False
 
 
 class Walk:
