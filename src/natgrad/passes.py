@@ -110,7 +110,7 @@ class Pass:
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
         self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
-        self._late = Waiting()
+        self._late = Waiting(recomputed=uses.recomputed)
         self._rounds = False
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
@@ -330,6 +330,8 @@ class Pass:
         if not self._late:
             # At the end of the backward pass at the latest: who goes on after it may write where activations are.
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        elif not self._late.has_room(parts):
+            self.settle(everything=False)
         self._late.put(parts, tensors)
         return True
 

@@ -40,7 +40,7 @@ def test_together_or_each_alone(held: int, channels_last: bool, half: bool, monk
         alone = factors(channels_last=channels_last, half=half)
         monkeypatch.undo()
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-        monkeypatch.setattr(waiting, "_HELD", held)
+        monkeypatch.setattr(waiting, "_MOST", held)
         monkeypatch.setattr(waiting, "_FIRST", held // 4)
         together = factors(channels_last=channels_last, half=half)
     finally:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from natgrad import KFAC, passes
 from natgrad.blocks.factor import Factor
@@ -88,9 +89,8 @@ def put(
 
 
 def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where too much waits, only works whose results are smaller than their tensors are done before the end."""
+    """Works whose results take more memory than they free are done in the end, however much of them waits."""
     _install(monkeypatch, inputs=True, outputs=True)
-    monkeypatch.setattr(waiting_of, "_HELD", 1000)
     monkeypatch.setattr(waiting_of, "_FIRST", 1000)
     done: list[str] = []
 
@@ -102,62 +102,98 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return Fake(compute, results)
 
     own = waiting_of.Waiting()
-    for name, results in (("small", 1), ("large", 1000), ("small too", 10)):
+    # 400 bytes each, of which autograd would have freed 200: as much as 50 results take.
+    for name, results in (("small", 1), ("large", 51), ("small too", 50), ("large too", 1000)):
         put(own, work(name, results), 100)
+        assert not own.is_full
+    put(own, work("last straw", 1), 100)
     assert own.is_full
     assert own.flush(everything=False)
-    assert done == ["small", "small too"]
+    assert done == ["small", "small too", "last straw"]
+    assert own
     assert not own.is_full
-    put(own, work("huge", 10**6), 200)
-    assert own.is_full
-    assert own.flush(everything=False)  # nothing makes room: all of them go
-    assert done == ["small", "small too", "large", "huge"]
-    assert not own
-    put(own, work("last", 1000), 1)
+    put(own, work("huge", 10**6), 10**6)
+    assert not own.is_full
     own.flush()
-    assert done[-1] == "last"
+    assert done[3:] == ["large", "large too", "huge"]
+    assert not own
 
 
-def turns(own: waiting_of.Waiting, layers: int) -> list[int]:
-    """How many layers of 100 bytes are done in each turn of a backward pass."""
+def turns(own: waiting_of.Waiting, sizes: Sequence[int]) -> list[int]:
+    """The bytes that are done in each turn of a backward pass, as `Pass` goes about it."""
     waits, found = 0, []
-    for _ in range(layers):
-        put(own, Fake(lambda tensors: tensors[0]), 25)
-        waits += 1
+
+    def flush() -> None:
+        nonlocal waits
+        assert own.flush(everything=False)
+        found.append(waits)
+        waits = 0
+
+    for size in sizes:
+        if not own.has_room(Parts([Part(Fake(lambda tensors: tensors[0]), (0,), ())], size)):
+            flush()
+        put(own, Fake(lambda tensors: tensors[0]), size // 4)
+        waits += size
         if own.is_full:
-            assert own.flush(everything=False)
-            found.append(waits)
-            waits = 0
+            flush()
     own.flush()
     return [*found, waits]
 
 
-def test_little_waits_at_first_and_twice_as_much_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most half of the first more than the activations of what is done, which the backward pass has freed."""
+def test_little_waits_at_first_and_half_of_what_has_been_done_more_later(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=True)
-    monkeypatch.setattr(waiting_of, "_HELD", 1000)
+    monkeypatch.setattr(waiting_of, "_MOST", 1000)
     monkeypatch.setattr(waiting_of, "_FIRST", 200)
     own = waiting_of.Waiting()
     for _ in range(2):  # each pass begins with little
-        assert turns(own, 40) == [3, 5, 9, 11, 11, 1]
+        assert turns(own, [100] * 50) == [200, 300, 400, 600, 900, 1000, 1000, 600]
 
 
-def test_what_would_not_make_room_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as there is room at all: it waits to the end, when activations are gone."""
+def test_activations_that_come_and_go_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=True)
-    monkeypatch.setattr(waiting_of, "_HELD", 1000)
     monkeypatch.setattr(waiting_of, "_FIRST", 200)
-    own = waiting_of.Waiting()
-    for _ in range(7):
-        put(own, Fake(lambda tensors: tensors[0], 10**6), 25)
-        assert not own.is_full
-    put(own, Fake(lambda tensors: tensors[0]), 25)
-    assert not own.is_full
-    put(own, Fake(lambda tensors: tensors[0]), 50)
-    assert own.is_full
-    assert own.flush(everything=False)
-    assert own
-    assert not own.is_full
+    monkeypatch.setattr(waiting_of, "_MOST_RECOMPUTED", 300)
+    assert turns(waiting_of.Waiting(recomputed=True), [100] * 20) == [200, 300, 300, 300, 300, 300, 300]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_backward_pass_has_freed_what_waits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first, or one layer's: half of what waits or is done are activations, which autograd frees."""
+    _install(monkeypatch, inputs=True, outputs=True)
+    monkeypatch.setattr(waiting_of, "_FIRST", 400)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (4 * torch.randint(1, 500, (60,), generator=generator)).tolist()
+    done, beyond = 0, 0
+    for size in turns(waiting_of.Waiting(), sizes):
+        freed = (done + size) / 2
+        beyond = max(beyond, size - freed)
+        done += size
+    assert done == sum(sizes)
+    assert beyond <= max(400, *sizes) / 2
+
+
+def test_checkpointed_passes_are_known() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    head = nn.Linear(4, 2)
+
+    class Model(nn.Module):
+        def __init__(self, *, checkpointed: bool) -> None:
+            super().__init__()
+            self.inner, self.head, self.checkpointed = inner, head, checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+            out: Tensor = self.head(hidden)
+            return out
+
+    for checkpointed in (False, True):
+        model = Model(checkpointed=checkpointed)
+        kfac = KFAC(model, lr=0.1)
+        functional.cross_entropy(model(torch.randn(6, 3)), torch.arange(6) % 2).backward()
+        (current,) = kfac._window.contents
+        assert current.uses.recomputed is checkpointed
+        kfac.detach()
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -207,6 +243,27 @@ def test_nothing_is_held_after_a_backward_pass(waiting: None) -> None:
         loss_of(model, seed).backward()
         assert all(not current._late for current in kfac._window.contents)
         assert all(factor.pending is not None for block in kfac.blocks for factor in block.factors())
+
+
+def test_what_has_no_room_is_done_in_the_middle(waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, turns = gpu.moments, list[int]()
+
+    def counted(works: Sequence[Any], tensors: Any) -> list[Tensor]:
+        turns.append(len(works))
+        return plain(works, tensors)
+
+    monkeypatch.setattr(gpu, "moments", counted)
+    found = []
+    for first in (waiting_of._FIRST, 2 * 6 * 4 * 4):  # of derivatives of three layers, 6 rows of 4 each
+        monkeypatch.setattr(waiting_of, "_FIRST", first)
+        model = network()
+        kfac = KFAC(model, lr=0.1)
+        loss_of(model, 0).backward()
+        kfac.step()
+        found.append(factors(kfac))
+    assert turns == [3, 2, 1]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_factors_are_the_same(request: pytest.FixtureRequest) -> None:

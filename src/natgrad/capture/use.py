@@ -96,6 +96,11 @@ class Uses:
         return self._readers[numbers]
 
     @cached_property
+    def recomputed(self) -> bool:
+        """Whether some activations are there for a part of the backward pass only."""
+        return any(use.packed for use in self)
+
+    @cached_property
     def parameters(self) -> frozenset[str]:
         """The names of all parameters that are used."""
         return frozenset(layout.name for use in self for layout in (use.weight, use.bias) if layout is not None)

@@ -22,12 +22,12 @@ from natgrad.statistics.operations import Convolution, Operation
 from natgrad.statistics.plans import Work
 from natgrad.statistics.vectors import ByChannel, Vector
 
-# What may wait, in bytes.
-_HELD = 2**28
-# What may wait that makes room when it is done, the first time; then twice as much each time, up to `_HELD`. Half of it
-# are activations, which autograd would have freed by then: when it is done, the backward pass has freed as much as
-# waits, but for half of the first.
+# Bytes that may wait at first, and at most. In between it is half of what has been done more than at first: half of
+# what waits are activations that autograd would have freed by then, as it has those of what is done. The rest of that
+# is room for results and copies.
 _FIRST = 2**26
+_MOST = 2**30  # enough for a GPU to be busy with for longer than a host takes to launch it
+_MOST_RECOMPUTED = 2**28  # where activations come and go in the backward pass, and what is done has made no room
 # Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
 _RESULTS = 2**29
 _version = attrgetter("_version")
@@ -130,7 +130,8 @@ class Parts:
         self.which = [index for part in self.each for index in part.which]
         self.deliver = [deliver for part in self.each for deliver in part.deliver]
         self.results = sum([work.results for work in self.works])
-        self.grows = 4 * self.results > bytes  # results take more memory than what they are of
+        # Results take more memory than autograd would have freed: better to keep what they are of till the end.
+        self.grows = 8 * self.results > bytes
 
 
 @dataclass(slots=True)
@@ -148,44 +149,53 @@ class _Entry:
 
 
 class Waiting:
-    """The tensors of works that are to be done, and where the moments go."""
+    """The tensors of works that are to be done, and where the moments go. Works whose results take more memory than
+    they free wait until everything is done; their tensors take no more than twice as much as these will. `recomputed`
+    says that activations are there for a part of the backward pass only.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, recomputed: bool = False) -> None:
         self._entries: list[_Entry] = []
-        self._held = 0
-        self._shrinking = 0  # of that
-        self._room = _FIRST
+        self._held = 0  # bytes that are free when they are done
+        self._done = 0  # those that were
+        self._most = _MOST_RECOMPUTED if recomputed else _MOST
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     @property
+    def _room(self) -> int:
+        return min(_FIRST + self._done // 2, self._most)
+
+    @property
     def is_full(self) -> bool:
         """Whether it is time to `flush`."""
-        return self._shrinking > self._room or self._held > _HELD
+        return self._held > self._room
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self._entries[0].tensors[0].device
 
+    def has_room(self, parts: Parts) -> bool:
+        """Whether these can wait together with what does already."""
+        return parts.grows or self._held == 0 or self._held + parts.bytes <= self._room
+
     def put(self, parts: Parts, tensors: Sequence[Tensor]) -> None:
         """Holds on to tensors."""
         self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream_of(tensors[0].device)))
-        self._held += parts.bytes
-        self._shrinking += 0 if parts.grows else parts.bytes
+        self._held += 0 if parts.grows else parts.bytes
 
     def flush(self, *, everything: bool = True) -> bool:
         """Does all works at once, those of each device; unless it is `everything`, those that make room only. False
         where somebody has written into tensors that waited: their moments are NaN.
         """
         entries, self._entries = self._entries, []
-        if not everything and self._shrinking > self._room // 2:  # else all of them have to go
+        if not everything:
             self._entries = [entry for entry in entries if entry.parts.grows]
             entries = [entry for entry in entries if not entry.parts.grows]
-        self._held = sum([entry.parts.bytes for entry in self._entries])
-        self._shrinking = 0
-        self._room = _FIRST if everything else min(2 * self._room, _HELD)
+        self._done = 0 if everything else self._done + self._held
+        self._held = 0
         intact = True
         for device in dict.fromkeys([entry.tensors[0].device for entry in entries]):
             there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
