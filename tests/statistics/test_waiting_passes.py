@@ -102,8 +102,8 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return Fake(compute, results)
 
     own = waiting_of.Waiting()
-    # 400 bytes each, of which autograd would have freed 200: as much as 50 results take.
-    for name, results in (("small", 1), ("large", 51), ("small too", 50), ("large too", 1000)):
+    # 400 bytes each, as much as 100 results take.
+    for name, results in (("small", 1), ("large", 101), ("small too", 100), ("large too", 1000)):
         put(own, work(name, results), 100)
         assert not own.is_full
     put(own, work("last straw", 1), 100)
@@ -112,7 +112,7 @@ def test_what_makes_room_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == ["small", "small too", "last straw"]
     assert own
     assert not own.is_full
-    put(own, work("huge", 10**6), 10**6)
+    put(own, work("huge", 10**6 + 1), 10**6)
     assert not own.is_full
     own.flush()
     assert done[3:] == ["large", "large too", "huge"]
@@ -140,20 +140,20 @@ def turns(own: waiting_of.Waiting, sizes: Sequence[int]) -> list[int]:
     return [*found, waits]
 
 
-def test_little_waits_at_first_and_half_of_what_has_been_done_more_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_waits_at_first_and_a_third_of_what_has_been_done_more_later(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=True)
-    monkeypatch.setattr(waiting_of, "_MOST", 1000)
-    monkeypatch.setattr(waiting_of, "_FIRST", 200)
+    monkeypatch.setattr(waiting_of, "_MOST", 1500)
+    monkeypatch.setattr(waiting_of, "_FIRST", 600)
     own = waiting_of.Waiting()
     for _ in range(2):  # each pass begins with little
-        assert turns(own, [100] * 50) == [200, 300, 400, 600, 900, 1000, 1000, 600]
+        assert turns(own, [300] * 20) == [600, 600, 900, 1200, 1500, 1200]
 
 
 def test_activations_that_come_and_go_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, inputs=True, outputs=True)
     monkeypatch.setattr(waiting_of, "_FIRST", 200)
     monkeypatch.setattr(waiting_of, "_MOST_RECOMPUTED", 300)
-    assert turns(waiting_of.Waiting(recomputed=True), [100] * 20) == [200, 300, 300, 300, 300, 300, 300]
+    assert turns(waiting_of.Waiting(recomputed=True), [100] * 20) == [200, 200, *[300] * 5, 100]
 
 
 @pytest.mark.parametrize("seed", range(5))

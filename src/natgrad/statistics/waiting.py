@@ -22,7 +22,7 @@ from natgrad.statistics.operations import Convolution, Operation
 from natgrad.statistics.plans import Work
 from natgrad.statistics.vectors import ByChannel, Vector
 
-# Bytes that may wait at first, and at most. In between it is half of what has been done more than at first: half of
+# Bytes that may wait at first, and at most. In between it is a third of what has been done more than at first: half of
 # what waits are activations that autograd would have freed by then, as it has those of what is done. The rest of that
 # is room for results and copies.
 _FIRST = 2**26
@@ -130,8 +130,7 @@ class Parts:
         self.which = [index for part in self.each for index in part.which]
         self.deliver = [deliver for part in self.each for deliver in part.deliver]
         self.results = sum([work.results for work in self.works])
-        # Results take more memory than autograd would have freed: better to keep what they are of till the end.
-        self.grows = 8 * self.results > bytes
+        self.grows = 4 * self.results > bytes  # results take more memory than what they are of
 
 
 @dataclass(slots=True)
@@ -150,8 +149,8 @@ class _Entry:
 
 class Waiting:
     """The tensors of works that are to be done, and where the moments go. Works whose results take more memory than
-    they free wait until everything is done; their tensors take no more than twice as much as these will. `recomputed`
-    says that activations are there for a part of the backward pass only.
+    they free wait until everything is done, and so their tensors take less than these will. `recomputed` says that
+    activations are there for a part of the backward pass only.
     """
 
     def __init__(self, *, recomputed: bool = False) -> None:
@@ -165,7 +164,7 @@ class Waiting:
 
     @property
     def _room(self) -> int:
-        return min(_FIRST + self._done // 2, self._most)
+        return min(_FIRST + self._done // 3, self._most)
 
     @property
     def is_full(self) -> bool:
