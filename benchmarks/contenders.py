@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "staggered": {"overlap": "staggered"},
     COMPILE: {},  # the model is compiled
     "fast": {"overlap": "background", "stats_fraction": 0.5},
-    "one-worker": {"overlap": Background(workers=1)},  # for networks that are bound by the host
+    "one-worker": {"overlap": Background("cpu", workers=1)},  # for networks that are bound by the host
     "in-step": {"overlap": None},  # for inverses of such networks, which take a GPU little
     "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
     "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
