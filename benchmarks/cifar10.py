@@ -33,7 +33,7 @@ from torch.nn import functional
 
 import natgrad
 from benchmarks.approximations.common import text_table
-from benchmarks.command import device_of
+from benchmarks.command import device_of, written_by
 from benchmarks.workloads import Device
 from natgrad.models import cifar_convnet, resnet20
 
@@ -452,10 +452,13 @@ def chosen_variants(given: str, model: str) -> list[str]:
 
 
 def redraw(path: Path) -> None:
-    """The picture of a JSON file."""
-    found = json.loads(path.read_text())
-    runs = [Run(**run) for run in found["runs"]]
-    settings = Settings(**found["settings"])
+    """The picture of a JSON file; ValueError names one that is something else."""
+    with written_by("benchmarks.cifar10", path):
+        found = json.loads(path.read_text())
+        runs = [Run(**run) for run in found["runs"]]
+        settings = Settings(**found["settings"])
+        if not {run.variant for run in runs} <= set(VARIANTS):  # of `benchmarks.fast_paths`
+            raise KeyError(VARIANTS)
     draw(runs, title=title_of(settings, len({run.seed for run in runs})), out=path.with_suffix(".png"))
 
 
@@ -464,7 +467,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
     if given.plot_only is not None:
-        redraw(given.plot_only)
+        try:
+            redraw(given.plot_only)
+        except ValueError as error:
+            parser.error(str(error))
         return 0
     if given.data is None:
         parser.error("--data is needed: the folder of CIFAR-10's official batches")

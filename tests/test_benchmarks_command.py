@@ -17,6 +17,7 @@ from benchmarks.approximations.__main__ import main as approximations
 from benchmarks.overlap.__main__ import main as overlap
 
 ROOT = Path(__file__).parents[1]
+overlap_times, overlap_cifar10 = (lambda words, name=name: overlap([name, *words]) for name in ("times", "cifar10"))
 EARLIER = ROOT / "docs/step-cost.json"
 
 
@@ -128,6 +129,9 @@ def test_a_file_in_a_folder_that_is_not_there(main, words, tmp_path, capsys):
         (table.main, "--merge", "benchmarks.table"),
         (table.main, "--plot-profile", "benchmarks.table"),
         (fast_paths.main, "--plot-only", "benchmarks.fast_paths"),
+        (cifar10.main, "--plot-only", "benchmarks.cifar10"),
+        (overlap_times, "--plot-only", "benchmarks.overlap times"),
+        (overlap_cifar10, "--plot-only", "benchmarks.overlap cifar10"),
     ],
 )
 @pytest.mark.parametrize(
@@ -157,6 +161,11 @@ def test_files_of_other_benchmarks_are_named(capsys):
         (fast_paths.main, "cifar10"),
         (table.main, "fast-paths"),
         (table.main, "digits"),
+        (cifar10.main, "fast-paths"),
+        (cifar10.main, "overlap-cifar10"),
+        (overlap_times, "overlap-cifar10"),
+        (overlap_cifar10, "overlap-times"),
+        (overlap_cifar10, "cifar10"),
     ):
         path = EARLIER.with_name(f"{other}.json")
         assert f"{path} has other things in it" in refused(main, ["--plot-only", path], capsys)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.approximations.common import facts, progress_bar, text_table
 from benchmarks.cifar10 import Images, Settings, Training, Variant, batches, label_powers, load, padded, shuffled_crops
-from benchmarks.command import device_of
+from benchmarks.command import device_of, written_by
 from benchmarks.laps import Laps, background_ended, counters, oldest
 from benchmarks.overlap.common import (
     COLOURS,
@@ -444,9 +444,11 @@ def settings_of(given: argparse.Namespace) -> Settings:
 def run(given: argparse.Namespace) -> bool:
     """Trains, prints tables, writes JSON and a picture."""
     if given.plot_only is not None:
-        earlier = json.loads(given.plot_only.read_text())
-        runs = [Run(**one) for one in earlier["runs"]]
-        draw(runs, title=title_of(earlier, runs), out=given.plot_only.with_suffix(".png"))
+        with written_by("benchmarks.overlap cifar10", given.plot_only):
+            earlier = json.loads(given.plot_only.read_text())
+            runs = [Run(**one) for one in earlier["runs"]]
+            title = title_of(earlier, runs)
+        draw(runs, title=title, out=given.plot_only.with_suffix(".png"))
         return True
     if given.data is None:
         raise ValueError("--data is needed: the folder of CIFAR-10's official batches")

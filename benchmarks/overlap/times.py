@@ -25,7 +25,7 @@ from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.approximations.common import facts, text_table
-from benchmarks.command import device_of
+from benchmarks.command import device_of, written_by
 from benchmarks.laps import Laps, background_ended, counters, differences, oldest
 from benchmarks.overlap.common import (
     COLOURS,
@@ -314,8 +314,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> bool:
     """Measures, prints a table, writes JSON and a picture; whether all of it worked."""
     if given.plot_only is not None:
-        earlier = json.loads(given.plot_only.read_text())
-        draw(restored(earlier), title=title_of(earlier), out=given.plot_only.with_suffix(".png"))
+        with written_by("benchmarks.overlap times", given.plot_only):
+            earlier = json.loads(given.plot_only.read_text())
+            runs, title = restored(earlier), title_of(earlier)
+        draw(runs, title=title, out=given.plot_only.with_suffix(".png"))
         return True
     if min(given.batch, given.steps, given.factor_steps, given.inv_steps) < 1:
         raise ValueError("--batch, --steps, --factor-steps and --inv-steps are at least 1")
