@@ -7,7 +7,7 @@ weight gradients, right after the forward pass, and count once the user's backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
@@ -64,6 +64,7 @@ class Owner(Protocol):
         """Somebody has written into activations or derivatives that waited."""
 
     waits: bool  # whether small statistics may wait for others
+    frees: bool  # whether a graph is freed by the first backward pass through it
     clock: Clock  # what the time of taking statistics is told to
 
 
@@ -110,7 +111,9 @@ class Pass:
         # A vector's gradient is the sum over its uses, case by case: they are added up under the first one's number.
         self._first_use = uses.first_of_several
         self._summed: dict[int, Tensor] = {}
-        self._late = Waiting(recomputed=uses.recomputed)
+        self._late: dict[torch.device, Waiting] = {}
+        self._growing: set[Factor] = set()  # something of them waits, or did, that takes more memory when it is done
+        self._settled_after = -1  # the backward pass at whose end nothing will wait
         self._rounds = False
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
@@ -186,6 +189,7 @@ class Pass:
             fresh = numbers if all(reached) else tuple(compress(numbers, reached))
             if not self._heard.isdisjoint(fresh):
                 self._owner.again()
+                self.settle()  # what a backward pass that broke has left
                 fresh = tuple([number for number in fresh if number not in self._heard])
             if fresh:
                 self._heard.update(fresh)
@@ -213,8 +217,9 @@ class Pass:
                         self._sum(self._first_use[number], taps[number].use, derivative, own, self._summed)
                     else:
                         self._add(taps[number], derivative, own)
-        if self._late.is_full:
-            self.settle(everything=False)
+        late = self._late.get(derivative.device)
+        if late is not None and late.is_full:
+            self._flush(derivative.device, late, everything=False)
 
     def _hold(self, numbers: tuple[int, ...], taps: Sequence[Tap], reader: Reader, tensors: list[Tensor]) -> bool:
         """Leaves all that a node's tensors lead to for later, where that is possible: a short way for most layers."""
@@ -226,7 +231,9 @@ class Pass:
             if len(bundles) >= _REMEMBERED:
                 bundles.clear()
             bundle = bundles[key] = self._bundle(numbers, taps, tensors[0], reader.apart(tensors[1:]))
-        if bundle is None or not all(map(self._owner.takes, bundle.factors)) or not self._wait(bundle.parts, tensors):
+        if bundle is None or not all(map(self._owner.takes, bundle.factors)):
+            return False
+        if not self._wait(bundle.parts, tensors, bundle.factors):
             return False
         for orientation, rows in bundle.rows:
             orientation.add_rows(rows)
@@ -283,7 +290,7 @@ class Pass:
                 if needed[side] and work is not None:
                     own = [tensors[index] for index in which]
                     part = Part(work, tuple(range(len(which))), (partial(factor.add, rows=rows),))
-                    needed[side] = not self._wait(Parts([part], sum(tensor.nbytes for tensor in own)), own)
+                    needed[side] = not self._wait(Parts([part], sum(tensor.nbytes for tensor in own)), own, (factor,))
         if not any(needed):
             return
         scale = 1.0
@@ -323,24 +330,42 @@ class Pass:
         """All that decides what can wait, and what is to be computed."""
         return self._fraction, self.terms, self._rounds, *map(_lies, tensors), *map(Tensor.stride, tensors)
 
-    def _wait(self, parts: Parts, tensors: Sequence[Tensor]) -> bool:
-        """Leaves works for later; not where kernels cannot read a tensor."""
+    def _wait(self, parts: Parts, tensors: Sequence[Tensor], factors: Collection[Factor]) -> bool:
+        """Leaves works for later, whose moments go to `factors`; not where kernels cannot read a tensor."""
         if reduce(or_, map(Tensor.data_ptr, tensors)) % ALIGNED_BYTES:
             return False
-        if not self._late:
+        task = torch._C._current_graph_task_id()
+        if task != self._settled_after:
             # At the end of the backward pass at the latest: who goes on after it may write where activations are.
+            self._settled_after = task
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        elif not self._late.has_room(parts):
-            self.settle(everything=False)
-        self._late.put(parts, tensors)
+        device = tensors[0].device  # of each autograd has a thread
+        late = self._late.get(device)
+        if late is None:
+            late = self._late[device] = Waiting(frees=self._owner.frees and not self.uses.recomputed)
+        grows = parts.grows and self._grow(factors)
+        if not grows and not late.has_room(parts):
+            self._flush(device, late, everything=False)
+        late.put(parts, tensors, grows=grows)
         return True
 
-    def settle(self, *, everything: bool = True) -> None:
-        """Computes what has waited for others; unless it is `everything`, what frees memory."""
-        if self._late:
-            with self._owner.clock.part("statistics"), undisturbed(self._late.device):
-                if not self._late.flush(everything=everything):
-                    self._owner.overwritten()
+    def _grow(self, factors: Collection[Factor]) -> bool:
+        """Whether moments are the first of their factors in this pass: others are added to them and freed."""
+        new = self._growing.isdisjoint(factors)
+        if new:
+            self._growing.update(factors)
+        return new
+
+    def settle(self) -> None:
+        """Computes what has waited for others."""
+        late, self._late = self._late, {}
+        for device, own in late.items():
+            self._flush(device, own, everything=True)
+
+    def _flush(self, device: torch.device, late: Waiting, *, everything: bool) -> None:
+        with self._owner.clock.part("statistics"), undisturbed(device):
+            if not late.flush(everything=everything):
+                self._owner.overwritten()
 
     def _sum(self, first: int, use: Use, derivative: Tensor, saved: Sequence[Tensor], into: dict[int, Tensor]) -> None:
         assert isinstance(use.operation, Vector), "only vectors are summed over their uses"

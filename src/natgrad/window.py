@@ -84,6 +84,7 @@ class Window:
         self.clock: Clock = NoClock()
         self.on_backward: Callable[[], None] | None = None  # called when a backward pass is over that counted
         self.waits = True  # see `overwritten`
+        self.frees = True  # see `again`
         self.takes = takes  # whether this process computes a factor's statistics, or another rank does
         self._accumulated = accumulated
         self._period: object = None  # the scaler's, in which the counted passes were seen
@@ -134,6 +135,8 @@ class Window:
         if counted is None:
             return None
         terms, how = counted
+        for current in self._counted:
+            current.settle()  # a backward pass that was not gone through to its end has left something that waits
         walk = Walk(roots)
         self._refuse_hidden(walk, parameters)
         batch = batch_of(prediction, self._choices.batch_axis.get("*"))
@@ -312,6 +315,7 @@ class Window:
 
     def again(self) -> None:
         """A second backward came through a graph that has been counted."""
+        self.frees = False
         self._warn(
             "again",
             "a second backward went through the same graph at step {step}; only the first counts as statistics. "

@@ -22,12 +22,12 @@ from natgrad.statistics.operations import Convolution, Operation
 from natgrad.statistics.plans import Work
 from natgrad.statistics.vectors import ByChannel, Vector
 
-# Bytes that may wait at first, and at most. In between it is a third of what has been done more than at first: half of
-# what waits are activations that autograd would have freed by then, as it has those of what is done. The rest of that
-# is room for results and copies.
+# Bytes that may wait: `_FIRST`, and a third of those that have been done, up to `_MOST`. About half of what is done
+# were activations, which autograd has freed by then as well: a third pays for the derivatives that wait, and leaves
+# room for results and copies. Where autograd frees nothing, or only what it has just computed again, less may wait.
 _FIRST = 2**26
 _MOST = 2**30  # enough for a GPU to be busy with for longer than a host takes to launch it
-_MOST_RECOMPUTED = 2**28  # where activations come and go in the backward pass, and what is done has made no room
+_MOST_OF_NOTHING_FREED = 2**28
 # Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
 _RESULTS = 2**29
 _version = attrgetter("_version")
@@ -130,7 +130,7 @@ class Parts:
         self.which = [index for part in self.each for index in part.which]
         self.deliver = [deliver for part in self.each for deliver in part.deliver]
         self.results = sum([work.results for work in self.works])
-        self.grows = 4 * self.results > bytes  # results take more memory than what they are of
+        self.grows = 4 * self.results > bytes  # results take more memory than what they are of, if they are to be kept
 
 
 @dataclass(slots=True)
@@ -141,6 +141,7 @@ class _Entry:
     tensors: Sequence[Tensor]
     versions: list[int]
     stream: int  # on which they came
+    grows: bool  # to do it takes more memory than it frees
 
     @property
     def is_intact(self) -> bool:
@@ -148,59 +149,52 @@ class _Entry:
 
 
 class Waiting:
-    """The tensors of works that are to be done, and where the moments go. Works whose results take more memory than
-    they free wait until everything is done, and so their tensors take less than these will. `recomputed` says that
-    activations are there for a part of the backward pass only.
+    """The tensors of works that are to be done on one device, and where the moments go. Those that free memory are done
+    when there is no room for more of them, the others in the end. `frees` says that autograd frees activations as the
+    backward pass goes on.
     """
 
-    def __init__(self, *, recomputed: bool = False) -> None:
+    def __init__(self, *, frees: bool = True) -> None:
         self._entries: list[_Entry] = []
-        self._held = 0  # bytes that are free when they are done
-        self._done = 0  # those that were
-        self._most = _MOST_RECOMPUTED if recomputed else _MOST
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    @property
-    def _room(self) -> int:
-        return min(_FIRST + self._done // 3, self._most)
+        self._held = 0  # bytes that are free when what waits is done, but for what grows
+        self._room = _FIRST
+        self._most = _MOST if frees else _MOST_OF_NOTHING_FREED
+        self._done = 0  # bytes that were held
 
     @property
     def is_full(self) -> bool:
         """Whether it is time to `flush`."""
         return self._held > self._room
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self._entries[0].tensors[0].device
-
     def has_room(self, parts: Parts) -> bool:
-        """Whether these can wait together with what does already."""
-        return parts.grows or self._held == 0 or self._held + parts.bytes <= self._room
+        """Whether these can wait together with what does already, if they do not grow."""
+        return self._held == 0 or self._held + parts.bytes <= self._room
 
-    def put(self, parts: Parts, tensors: Sequence[Tensor]) -> None:
+    def put(self, parts: Parts, tensors: Sequence[Tensor], *, grows: bool) -> None:
         """Holds on to tensors."""
-        self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream_of(tensors[0].device)))
-        self._held += 0 if parts.grows else parts.bytes
+        stream = stream_of(tensors[0].device)
+        self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream, grows))
+        if not grows:
+            self._held += parts.bytes
 
     def flush(self, *, everything: bool = True) -> bool:
-        """Does all works at once, those of each device; unless it is `everything`, those that make room only. False
-        where somebody has written into tensors that waited: their moments are NaN.
+        """Does all works at once; unless it is `everything`, those that free memory. False where somebody has written
+        into tensors that waited: their moments are NaN.
         """
         entries, self._entries = self._entries, []
         if not everything:
-            self._entries = [entry for entry in entries if entry.parts.grows]
-            entries = [entry for entry in entries if not entry.parts.grows]
-        self._done = 0 if everything else self._done + self._held
+            self._entries = [entry for entry in entries if entry.grows]
+            entries = [entry for entry in entries if not entry.grows]
+        self._done += self._held
         self._held = 0
+        self._room = min(_FIRST + self._done // 3, self._most)
+        if not entries:
+            return True
+        now = stream_of(entries[0].tensors[0].device)
+        _await([entry for entry in entries if entry.stream != now])
         intact = True
-        for device in dict.fromkeys([entry.tensors[0].device for entry in entries]):
-            there, now = [entry for entry in entries if entry.tensors[0].device == device], stream_of(device)
-            _await([entry for entry in there if entry.stream != now])
-            for own in _groups(there):
-                intact &= _do(own)
+        for own in _groups(entries):
+            intact &= _do(own)
         return intact
 
 
