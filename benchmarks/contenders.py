@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     COMPILE: {},  # the model is compiled
     "fast": {"overlap": "background", "stats_fraction": 0.5},
     "one-worker": {"overlap": Background("cpu", workers=1)},  # for networks that are bound by the host
+    "two-workers": {"overlap": Background("cpu", workers=2)},
     "in-step": {"overlap": None},  # for inverses of such networks, which take a GPU little
     "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
     "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train

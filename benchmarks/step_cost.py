@@ -8,7 +8,7 @@ Three kinds of step are timed apart: one that only preconditions, one that takes
 that also decomposes the factors (*decompose*). What K-FAC costs at given intervals follows by counting: at 10/100
 (statistics every 10 steps, decompositions every 100), 100 steps are 90 that only precondition, 9 factor steps and
 1 decomposition step. ``--loop N`` takes the mean over N steps of real loops (`benchmarks.loops`), in any of the
-``--ways``: plain, background, one-worker, staggered, reduce, fast, or several with +.
+``--ways``: plain, background, one-worker, two-workers, staggered, reduce, fast, or several with +.
 
 ``--table`` is ``python -m benchmarks.table``: real loops again, beside targets and other code, with a picture.
 
