@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -114,6 +115,7 @@ class Pass:
         self._late: dict[torch.device, Waiting] = {}
         self._growing: set[Factor] = set()  # something of them waits, or did, that takes more memory when it is done
         self._settled_after = -1  # the backward pass at whose end nothing will wait
+        self._lock = RLock()  # of what waits: autograd has a thread for each GPU
         self._rounds = False
         # What adds the sums of our own backward passes, once the user's backward comes by.
         self._waiting: list[Callable[[list[Tap]], None]] = []
@@ -217,9 +219,10 @@ class Pass:
                         self._sum(self._first_use[number], taps[number].use, derivative, own, self._summed)
                     else:
                         self._add(taps[number], derivative, own)
-        late = self._late.get(derivative.device)
-        if late is not None and late.is_full:
-            self._flush(derivative.device, late, everything=False)
+        with self._lock:
+            late = self._late.get(derivative.device)
+            if late is not None and late.is_full:
+                self._flush(derivative.device, late, everything=False)
 
     def _hold(self, numbers: tuple[int, ...], taps: Sequence[Tap], reader: Reader, tensors: list[Tensor]) -> bool:
         """Leaves all that a node's tensors lead to for later, where that is possible: a short way for most layers."""
@@ -339,14 +342,15 @@ class Pass:
             # At the end of the backward pass at the latest: who goes on after it may write where activations are.
             self._settled_after = task
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        device = tensors[0].device  # of each autograd has a thread
-        late = self._late.get(device)
-        if late is None:
-            late = self._late[device] = Waiting(frees=self._owner.frees and not self.uses.recomputed)
-        grows = parts.grows and self._grow(factors)
-        if not grows and not late.has_room(parts):
-            self._flush(device, late, everything=False)
-        late.put(parts, tensors, grows=grows)
+        device = tensors[0].device
+        with self._lock:
+            late = self._late.get(device)
+            if late is None:
+                late = self._late[device] = Waiting(frees=self._owner.frees and not self.uses.recomputed)
+            grows = parts.grows and self._grow(factors)
+            if not grows and not late.has_room(parts):
+                self._flush(device, late, everything=False)
+            late.put(parts, tensors, grows=grows)
         return True
 
     def _grow(self, factors: Collection[Factor]) -> bool:
@@ -358,9 +362,10 @@ class Pass:
 
     def settle(self) -> None:
         """Computes what has waited for others."""
-        late, self._late = self._late, {}
-        for device, own in late.items():
-            self._flush(device, own, everything=True)
+        with self._lock:
+            late, self._late = self._late, {}
+            for device, own in late.items():
+                self._flush(device, own, everything=True)
 
     def _flush(self, device: torch.device, late: Waiting, *, everything: bool) -> None:
         with self._owner.clock.part("statistics"), undisturbed(device):

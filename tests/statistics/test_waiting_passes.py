@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -277,6 +279,38 @@ def test_nothing_is_held_after_a_backward_pass_that_broke(waiting: None, again: 
             loss.backward()
     assert not current._late
     assert all(factor.pending is not None for block in kfac.blocks for factor in block.factors())
+    kfac.detach()
+
+
+def test_threads_lose_nothing(waiting: None) -> None:
+    """Autograd has one for each GPU; another pass, that begins in one of them, has all that waits computed."""
+    model = network()
+    kfac = KFAC(model, lr=0.1)
+    loss_of(model, 0).backward()
+    (current,) = kfac._window.contents
+    made: list[Tensor] = []
+    work, x = Fake(lambda tensors: tensors[0]), torch.zeros(1)
+    parts = Parts([Part(work, (0,), (made.append,))], 4)
+    current._settled_after = torch._C._current_graph_task_id()  # nobody is called at the end of a backward pass
+    over, count = threading.Event(), 3000
+
+    def settle() -> None:
+        while not over.is_set():
+            current.settle()
+
+    other = threading.Thread(target=settle)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other.start()
+        for _ in range(count):
+            assert current._wait(parts, [x], ())
+    finally:
+        over.set()
+        other.join()
+        sys.setswitchinterval(before)
+    current.settle()
+    assert len(made) == count
     kfac.detach()
 
 
