@@ -170,6 +170,7 @@ def test_activations_that_come_and_go_make_no_room(monkeypatch: pytest.MonkeyPat
 def test_what_may_wait_is_bounded() -> None:
     """The numbers that the docs name."""
     assert (waiting_of._FIRST, waiting_of._MOST, waiting_of._MOST_OF_NOTHING_FREED) == (2**26, 2**30, 2**28)
+    assert 4 * waiting_of._RESULTS == 2**27
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -356,7 +357,7 @@ def test_one_tensor_that_kernels_cannot_read_is_enough_not_to_wait(place: int) -
     assert not passes.Pass._wait(nobody, Parts([], 0), tensors, ())
 
 
-def test_no_more_is_done_together_than_tables_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_results_are_made_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[list[int]] = []
 
     def moments(works: Sequence[Any], tensors: Any) -> list[Tensor]:

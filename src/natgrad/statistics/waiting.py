@@ -28,8 +28,9 @@ from natgrad.statistics.vectors import ByChannel, Vector
 _FIRST = 2**26
 _MOST = 2**30  # enough for a GPU to be busy with for longer than a host takes to launch it
 _MOST_OF_NOTHING_FREED = 2**28
-# Results of works that are done together: tables of kernels count elements in 32 bits, those of sums on the way too.
-_RESULTS = 2**29
+# Elements of results of works that are done together: sums on the way take about as much memory again, and another turn
+# of launches takes less time than a GPU takes for so much. Tables of kernels count in 32 bits, too.
+_RESULTS = 2**25
 _version = attrgetter("_version")
 
 
