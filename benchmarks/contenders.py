@@ -20,9 +20,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "staggered": {"overlap": "staggered"},
     COMPILE: {},  # the model is compiled
     "fast": {"overlap": "background", "stats_fraction": 0.5},
-    "one-worker": {"overlap": Background("cpu", workers=1)},  # for networks that are bound by the host
+    # For networks that are bound by the host, where every busy core slows the thread that launches.
+    "one-worker": {"overlap": Background("cpu", workers=1)},
     "two-workers": {"overlap": Background("cpu", workers=2)},
-    "in-step": {"overlap": None},  # for inverses of such networks, which take a GPU little
+    "in-step": {"overlap": None},
     "quarter": {"stats_fraction": 0.25},  # more rows than anybody needs: GPT's 48k tokens
     "fast/cpu": {"overlap": None},  # the cores that would decompose are those that train
 }

@@ -219,10 +219,6 @@ class Pass:
                         self._sum(self._first_use[number], taps[number].use, derivative, own, self._summed)
                     else:
                         self._add(taps[number], derivative, own)
-        with self._lock:
-            late = self._late.get(derivative.device)
-            if late is not None and late.is_full:
-                self._flush(derivative.device, late, everything=False)
 
     def _hold(self, numbers: tuple[int, ...], taps: Sequence[Tap], reader: Reader, tensors: list[Tensor]) -> bool:
         """Leaves all that a node's tensors lead to for later, where that is possible: a short way for most layers."""
@@ -351,6 +347,8 @@ class Pass:
             if not grows and not late.has_room(parts):
                 self._flush(device, late, everything=False)
             late.put(parts, tensors, grows=grows)
+            if late.is_full:
+                self._flush(device, late, everything=False)
         return True
 
     def _grow(self, factors: Collection[Factor]) -> bool:
