@@ -25,6 +25,7 @@ class Fake:
     compute: Callable[[Sequence[Tensor]], Tensor]
     results: int = 0
     tensors: int = 1
+    cases: int = 2**31
 
     def plan(self, plan: Any) -> None:
         raise AssertionError("there is no GPU")

@@ -69,6 +69,56 @@ def test_results_that_are_larger_than_what_they_are_of(results: int, grows: bool
     assert Parts([Part(Fake(lambda tensors: tensors[0], results), (0,), ())], 400).grows is grows
 
 
+IMAGES = torch.arange(6 * 4 * 2 * 2.0).reshape(6, 4, 2, 2)
+
+
+def held(x: Tensor, *others: Tensor, cases: int, grows: bool = True) -> list[Tensor]:
+    """The tensors that a work of the first `cases` gets, if its own were overwritten meanwhile."""
+    found: list[Tensor] = []
+
+    def compute(tensors: Sequence[Tensor]) -> Tensor:
+        found.extend(tensors)
+        return tensors[0].sum()
+
+    own, tensors = waiting_of.Waiting(), [x, *others]
+    parts = Parts([Part(Fake(compute, tensors=len(tensors), cases=cases), tuple(range(len(tensors))), ())], x.nbytes)
+    own.put(parts, tensors, grows=grows)
+    assert own.flush()
+    return found
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_waits_to_the_end_is_no_more_than_what_is_read(
+    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, inputs=True, outputs=True)
+    x, mean = IMAGES.to(memory_format=layout), torch.ones(4)
+    first, other = held(x, mean, cases=3)
+    assert torch.equal(first, IMAGES[:3])
+    assert first.stride() == x.stride()  # kernels read it as they would have read the whole
+    assert first.untyped_storage().nbytes() == x.nbytes // 2
+    assert other is mean
+    assert held(x, cases=6)[0] is x
+    assert held(x, cases=3, grows=False)[0] is x
+
+
+@pytest.mark.parametrize("x", [IMAGES[:, :, :1], IMAGES[::2], IMAGES[:1].expand(6, -1, -1, -1)])
+def test_what_would_lie_otherwise_waits_as_it_is(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, inputs=True, outputs=True)
+    assert held(x, cases=2)[0] is x
+
+
+def test_a_copy_that_waits_may_be_written_into_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, inputs=True, outputs=True)
+    x, found = IMAGES.clone(), []
+    own = waiting_of.Waiting()
+    work = Fake(lambda tensors: tensors[0].sum(), cases=3)
+    own.put(Parts([Part(work, (0,), (found.append,))], x.nbytes), [x], grows=True)
+    x.zero_()
+    assert own.flush()
+    assert found == [IMAGES[:3].sum()]
+
+
 def turns(own: waiting_of.Waiting, sizes: Sequence[int]) -> list[int]:
     """The bytes that are done in each turn of a backward pass, as `Pass` goes about it."""
     waits, found = 0, []

@@ -65,6 +65,11 @@ class Patches:
     scale: float = 1.0
 
     @property
+    def cases(self) -> int:
+        """See `Work`."""
+        return self.image.shape[0]
+
+    @property
     def results(self) -> int:
         """See `Work`."""
         size = self.image.shape[1] // self.groups * self.kernel[0] * self.kernel[1]
@@ -151,6 +156,11 @@ class Norm:
     biases: bool
     diagonal: bool
     scale: float
+
+    @property
+    def cases(self) -> int:
+        """See `Work`."""
+        return self.image.shape[0]
 
     @property
     def results(self) -> int:
@@ -269,6 +279,10 @@ class _Rows:
     """Each case's gradient of a gain."""
 
     image: Image
+
+    @property
+    def cases(self) -> int:
+        return self.image.shape[0]
 
     @property
     def results(self) -> int:

@@ -37,6 +37,10 @@ class Work(Protocol):
     def results(self) -> int:
         """Elements of what comes out."""
 
+    @property
+    def cases(self) -> int:
+        """How many cases are read: the first ones of every tensor (N, C, H, W)."""
+
     def plan(self, plan: Plan) -> None:
         """Asks for the tensors and kernels that it needs."""
 

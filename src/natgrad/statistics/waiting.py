@@ -131,6 +131,7 @@ class Parts:
         self.which = [index for part in self.each for index in part.which]
         self.deliver = [deliver for part in self.each for deliver in part.deliver]
         self.results = sum([work.results for work in self.works])
+        self.cases = max([work.cases for work in self.works], default=0)
         self.grows = 4 * self.results > bytes  # results take more memory than what they are of, if they are to be kept
 
 
@@ -172,7 +173,9 @@ class Waiting:
         return self._held == 0 or self._held + parts.bytes <= self._room
 
     def put(self, parts: Parts, tensors: Sequence[Tensor], *, grows: bool) -> None:
-        """Holds on to tensors."""
+        """Holds on to tensors; of what waits to the end, to no more than is read."""
+        if grows:
+            tensors = [_first(tensor, parts.cases) for tensor in tensors]
         stream = stream_of(tensors[0].device)
         self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream, grows))
         if not grows:
@@ -197,6 +200,14 @@ class Waiting:
         for own in _groups(entries):
             intact &= _do(own)
         return intact
+
+
+def _first(tensor: Tensor, cases: int) -> Tensor:
+    """A copy of an image's first cases that lies as they do; the tensor itself where that is all, or cannot be."""
+    if tensor.dim() != 4 or cases >= tensor.shape[0]:
+        return tensor
+    first = tensor[:cases].clone()
+    return first if first.stride() == tensor.stride() else tensor
 
 
 def _do(entries: Sequence[_Entry]) -> bool:
