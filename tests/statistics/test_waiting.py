@@ -45,6 +45,7 @@ def test_together_or_each_alone(
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         monkeypatch.setattr(waiting, "_MOST", held)
         monkeypatch.setattr(waiting, "_FIRST", held // 4)
+        monkeypatch.setattr(waiting, "_WORTH", 1)
         together = factors(channels_last=channels_last, half=half, fraction=fraction)
     finally:
         torch.set_float32_matmul_precision(before)

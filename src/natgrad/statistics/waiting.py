@@ -31,6 +31,7 @@ _MOST_OF_NOTHING_FREED = 2**28
 # Elements of results of works that are done together: sums on the way take about as much memory again, and another turn
 # of launches takes less time than a GPU takes for so much. Tables of kernels count in 32 bits, too.
 _RESULTS = 2**25
+_WORTH = 2**20  # bytes that a copy lets go of: a launch of its own for less is not
 _version = attrgetter("_version")
 
 
@@ -203,8 +204,8 @@ class Waiting:
 
 
 def _first(tensor: Tensor, cases: int) -> Tensor:
-    """A copy of an image's first cases that lies as they do; the tensor itself where that is all, or cannot be."""
-    if tensor.dim() != 4 or cases >= tensor.shape[0]:
+    """A copy of an image's first cases that lies as they do; the tensor itself where the rest is little."""
+    if tensor.dim() != 4 or tensor.nbytes * (tensor.shape[0] - cases) < _WORTH * tensor.shape[0]:
         return tensor
     first = tensor[:cases].clone()
     return first if first.stride() == tensor.stride() else tensor
