@@ -677,10 +677,12 @@ def test_one_optimizer_for_two_networks_takes_a_kfac_each() -> None:
     assert [kfac.steps for kfac in pair] == [1, 1]
 
 
-def test_nan_is_told_at_once_on_a_cpu() -> None:
+@pytest.mark.parametrize("interval", [1, 100])
+def test_nan_is_told_at_once_on_a_cpu(interval: int) -> None:
+    """With this step counted, whether it decomposes or not."""
     model, (x, y) = mlp(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    KFAC(model).attach(optimizer)
+    KFAC(model, factor_update_steps=interval, inv_update_steps=interval).attach(optimizer)
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, x * (math.nan if step == 2 else 1.0), y).backward()

@@ -93,6 +93,7 @@ class Curvature:
         self._asked_at = 0  # the step in which deliveries were last looked for
         self._in_vain = 0  # how often in a row none had come, on any rank
         self._at_work = False
+        self.has_waited = False  # for the device, which may be asked again in this step
         self._early: _Early | None = None
         self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
         if together is not None:
@@ -365,8 +366,7 @@ class Curvature:
                 self._note_failed(self.jobs.land(self.step, self.preconditioner, self._registry))
         if collecting is not None:
             collecting.settle()
-        if now:
-            self.warn_of_nan()  # the device has been waited for anyway
+        self.has_waited |= bool(now)
 
     def _refused(self) -> int:
         """How many factors were refused as not finite in the last step that took statistics; asks the device."""
@@ -412,7 +412,8 @@ class Curvature:
         return collecting
 
     def warn_of_nan(self) -> None:
-        """Tells, once, of what was refused."""
+        """Tells, once, of what was refused; in the end of a step, which counts too."""
+        self.has_waited = False
         if self._window.scale.known:
             return  # a scaler looks for the largest scale by going too far now and then
         refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)

@@ -346,7 +346,11 @@ class Pass:
             grows = parts.grows and self._grow(factors)
             if not grows and not late.has_room(parts):
                 self._flush(device, late, everything=False)
-            late.put(parts, tensors, grows=grows)
+            if grows:  # which may be copied
+                with self._owner.clock.part("statistics"):
+                    late.put(parts, tensors, grows=True)
+            else:
+                late.put(parts, tensors, grows=False)
             if late.is_full:
                 self._flush(device, late, everything=False)
         return True

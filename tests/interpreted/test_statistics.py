@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.statistics import gpu, moving
+from natgrad.statistics import gpu, moving, waiting
 from natgrad.statistics.gpu import Norm, Patches
 from natgrad.statistics.image import Image
 from natgrad.statistics.operations import Convolution
+from natgrad.statistics.waiting import Part, Parts, Waiting
 
 Pair = tuple[int, int]
 KINDS = [
@@ -102,3 +103,26 @@ def test_running_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(sums, wanted, strict=True):
         torch.testing.assert_close(one, other)
     assert moving.finite(moments).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS[::2])
+def test_copies_of_the_cases_that_are_read(
+    kind: tuple[torch.dtype, torch.memory_format], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two works of an entry that read different numbers of cases, while somebody writes into their tensors."""
+    monkeypatch.setattr(waiting, "_WORTH", 1)
+    monkeypatch.setattr(waiting, "stream_of", lambda device: 0)
+    own, found, wanted = Waiting(), list[Tensor](), list[Tensor]()
+    for (_, *sizes), kernel, stride, padding, dilation, groups in GEOMETRIES:
+        derivative, x = (whole_numbers((5, *sizes), *kind, seed=seed) for seed in (1, 2))
+        wanted.append(by_patches(x[:2], kernel, stride, padding, dilation, groups))
+        wanted.append(by_patches(derivative[:3], (1, 1), (1, 1), (0, 0), (1, 1), 1))
+        inputs = gpu.same(Patches(Image.of(x, 2), groups, kernel, stride, padding, dilation))
+        outputs = gpu.same(Patches(Image.of(derivative, 3)))
+        parts = Parts([Part(inputs, (1,), (found.append,)), Part(outputs, (0,), (found.append,))], 0)
+        own.put(parts, [derivative, x], grows=True)
+        derivative.fill_(torch.nan)
+        x.fill_(torch.nan)
+    assert own.flush()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=0)

@@ -102,7 +102,7 @@ def test_one_tensor_that_kernels_cannot_read_is_enough_not_to_wait(place: int) -
     tensors = [torch.zeros(16) for _ in range(3)]
     tensors[place] = torch.zeros(16)[1:]
     nobody: Any = None  # who holds tensors is not asked
-    assert not passes.Pass._wait(nobody, Parts([], 0), tensors, ())
+    assert not passes.Pass._wait(nobody, Parts([Part(Fake(torch.stack), (0, 1, 2), ())], 0), tensors, ())
 
 
 def test_nothing_is_held_after_a_backward_pass(waiting: None) -> None:

@@ -15,6 +15,8 @@ from natgrad import KFAC, passes
 from natgrad.errors import NatgradWarning
 from natgrad.statistics import gpu
 from natgrad.statistics import waiting as waiting_of
+from natgrad.statistics.gpu import Norm, Patches
+from natgrad.statistics.image import Image
 from natgrad.statistics.waiting import Part, Parts
 from waits import Fake, counted_turns, factors, install, loss_of, network
 
@@ -72,16 +74,17 @@ def test_results_that_are_larger_than_what_they_are_of(results: int, grows: bool
 IMAGES = torch.arange(6 * 4 * 2 * 2.0).reshape(6, 4, 2, 2)
 
 
-def held(x: Tensor, *others: Tensor, cases: int, grows: bool = True) -> list[Tensor]:
-    """The tensors that a work of the first `cases` gets, if its own were overwritten meanwhile."""
+def held(*tensors: Tensor, cases: Sequence[int], frees: bool = True, grows: bool = True) -> list[Tensor]:
+    """What works, each of the first `cases` of one of the tensors, get in the end."""
     found: list[Tensor] = []
 
-    def compute(tensors: Sequence[Tensor]) -> Tensor:
-        found.extend(tensors)
-        return tensors[0].sum()
+    def compute(some: Sequence[Tensor]) -> Tensor:
+        found.extend(some)
+        return some[0].sum()
 
-    own, tensors = waiting_of.Waiting(), [x, *others]
-    parts = Parts([Part(Fake(compute, tensors=len(tensors), cases=cases), tuple(range(len(tensors))), ())], x.nbytes)
+    own = waiting_of.Waiting(frees=frees)
+    works = [Fake(compute, cases=count) for count in cases]
+    parts = Parts([Part(work, (number,), (lambda moment: None,)) for number, work in enumerate(works)], 0)
     own.put(parts, tensors, grows=grows)
     assert own.flush()
     return found
@@ -93,34 +96,40 @@ def test_what_waits_to_the_end_is_no_more_than_what_is_read(
 ) -> None:
     install(monkeypatch, inputs=True, outputs=True)
     monkeypatch.setattr(waiting_of, "_WORTH", IMAGES.nbytes // 2)
-    x, mean = IMAGES.to(memory_format=layout), torch.ones(4)
-    first, other = held(x, mean, cases=3)
-    assert torch.equal(first, IMAGES[:3])
-    assert first.stride() == x.stride()  # kernels read it as they would have read the whole
-    assert first.untyped_storage().nbytes() == x.nbytes // 2
-    assert other is mean
-    assert held(x, cases=4)[0] is x  # less would become free than a copy is worth
-    assert held(x, cases=3, grows=False)[0] is x
+    one, other = IMAGES.to(memory_format=layout), (-IMAGES).to(memory_format=layout)
+    for first, x in zip(held(one, other, cases=(1, 3)), (one, other), strict=True):
+        assert torch.equal(first, x[:3])  # what the work that reads most of them needs
+        assert first.stride() == x.stride()  # kernels read it as they would have read the whole
+        assert first.untyped_storage().nbytes() == x.nbytes // 2
+    assert held(one, cases=[4])[0] is one  # less would become free than a copy is worth
+    assert held(one, cases=[3], grows=False)[0] is one
+    assert held(one, cases=[3], frees=False)[0] is one  # autograd keeps it: a copy would come on top
 
 
-@pytest.mark.parametrize("x", [IMAGES[:, :, :1], IMAGES[::2], IMAGES[:1].expand(6, -1, -1, -1)])
-def test_what_would_lie_otherwise_waits_as_it_is(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("x", [IMAGES[:, :, :1], IMAGES[::2], IMAGES[:1].expand(6, -1, -1, -1), torch.ones(8)])
+def test_what_is_no_image_or_would_lie_otherwise_waits_as_it_is(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, inputs=True, outputs=True)
     monkeypatch.setattr(waiting_of, "_WORTH", 1)
-    assert held(x, cases=2)[0] is x
-    assert held(x, cases=x.shape[0])[0] is x
+    for cases in (1, 2, len(x)):
+        assert held(x, cases=[cases])[0] is x
 
 
-def test_a_copy_that_waits_may_be_written_into_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_copy_was_made_of_may_be_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, as an in-place activation does, and while the copy waits."""
     install(monkeypatch, inputs=True, outputs=True)
     monkeypatch.setattr(waiting_of, "_WORTH", 1)
-    x, found = IMAGES.clone(), []
+    x, found = IMAGES.clone().mul_(1), list[Tensor]()
     own = waiting_of.Waiting()
     work = Fake(lambda tensors: tensors[0].sum(), cases=3)
     own.put(Parts([Part(work, (0,), (found.append,))], x.nbytes), [x], grows=True)
     x.zero_()
     assert own.flush()
     assert found == [IMAGES[:3].sum()]
+
+
+def test_works_know_how_many_cases_they_read() -> None:
+    image = Image.of(torch.zeros(6, 4, 2, 3), 5)
+    assert Patches(image).cases == Norm(image, True, True, False, 1.0).cases == 5
 
 
 def turns(own: waiting_of.Waiting, sizes: Sequence[int]) -> list[int]:
@@ -163,6 +172,7 @@ def test_what_may_wait_is_bounded() -> None:
     """The numbers that the docs name."""
     assert (waiting_of._FIRST, waiting_of._MOST, waiting_of._MOST_OF_NOTHING_FREED) == (2**26, 2**30, 2**28)
     assert 4 * waiting_of._RESULTS == 2**27
+    assert waiting_of._WORTH == 2**20
 
 
 @pytest.mark.parametrize("seed", range(5))

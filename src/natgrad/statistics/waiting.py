@@ -31,7 +31,7 @@ _MOST_OF_NOTHING_FREED = 2**28
 # Elements of results of works that are done together: sums on the way take about as much memory again, and another turn
 # of launches takes less time than a GPU takes for so much. Tables of kernels count in 32 bits, too.
 _RESULTS = 2**25
-_WORTH = 2**20  # bytes that a copy lets go of: a launch of its own for less is not
+_WORTH = 2**20  # bytes that a copy has to let go of: it is a launch of its own
 _version = attrgetter("_version")
 
 
@@ -132,7 +132,7 @@ class Parts:
         self.which = [index for part in self.each for index in part.which]
         self.deliver = [deliver for part in self.each for deliver in part.deliver]
         self.results = sum([work.results for work in self.works])
-        self.cases = max([work.cases for work in self.works], default=0)
+        self.cases = max(work.cases for work in self.works)
         self.grows = 4 * self.results > bytes  # results take more memory than what they are of, if they are to be kept
 
 
@@ -161,6 +161,7 @@ class Waiting:
         self._entries: list[_Entry] = []
         self._held = 0  # bytes that are free when what waits is done, but for what grows
         self._room = _FIRST
+        self._frees = frees
         self._most = _MOST if frees else _MOST_OF_NOTHING_FREED
         self._done = 0  # bytes that were held
 
@@ -174,9 +175,9 @@ class Waiting:
         return self._held == 0 or self._held + parts.bytes <= self._room
 
     def put(self, parts: Parts, tensors: Sequence[Tensor], *, grows: bool) -> None:
-        """Holds on to tensors; of what waits to the end, to no more than is read."""
-        if grows:
-            tensors = [_first(tensor, parts.cases) for tensor in tensors]
+        """Holds on to tensors; of what waits to the end, to no more than is read, unless autograd keeps the rest."""
+        if grows and self._frees:
+            tensors = [_first_cases(tensor, parts.cases) for tensor in tensors]
         stream = stream_of(tensors[0].device)
         self._entries.append(_Entry(parts, tensors, list(map(_version, tensors)), stream, grows))
         if not grows:
@@ -203,12 +204,12 @@ class Waiting:
         return intact
 
 
-def _first(tensor: Tensor, cases: int) -> Tensor:
-    """A copy of an image's first cases that lies as they do; the tensor itself where the rest is little."""
+def _first_cases(tensor: Tensor, cases: int) -> Tensor:
+    """A copy of an image's first cases; the tensor itself where the rest is little, or a copy would lie otherwise."""
     if tensor.dim() != 4 or tensor.nbytes * (tensor.shape[0] - cases) < _WORTH * tensor.shape[0]:
         return tensor
-    first = tensor[:cases].clone()
-    return first if first.stride() == tensor.stride() else tensor
+    dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor[:cases].clone() if dense else tensor
 
 
 def _do(entries: Sequence[_Entry]) -> bool:
