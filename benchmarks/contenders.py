@@ -41,7 +41,7 @@ def chosen_ways(given: str, *, compiled: bool) -> list[str]:
     for way in ways:
         for name in way.split("+"):
             if name not in names_of_ways():
-                raise ValueError(f"--ways takes {', '.join(names_of_ways())}, or several with +; got {name}")
+                raise ValueError(f"--ways takes {', '.join(names_of_ways())}, or several with +; got {name!r}")
     return [f"{way}+{COMPILE}" if compiled and COMPILE not in way.split("+") else way for way in ways]
 
 

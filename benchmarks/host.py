@@ -216,12 +216,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = device_of(given.device)
         precision = given.precision or ("tf32" if device.is_cuda else "fp32")
         device.set_precision(precision)
+        work = Workload(
+            Configuration(model=given.model, batch=given.batch, precision=precision, size=given.size), device
+        )
+        sgd = Trainer(work)
+        mean_ms(sgd, work, 10)
     except ValueError as error:
         parser.error(str(error))
-    work = Workload(Configuration(model=given.model, batch=given.batch, precision=precision, size=given.size), device)
     print(f"{device}, torch {torch.__version__}: {work.configuration}, {given.solver}, {given.factor}/{given.inverse}")
-    sgd = Trainer(work)
-    mean_ms(sgd, work, 10)
     some = loops(
         solver=given.solver, factor=given.factor, inverse=given.inverse, fraction=given.fraction, busy=given.busy
     )

@@ -161,6 +161,9 @@ def chosen_lines(given: str | None, device: str, lines: Sequence[Line] = LINES) 
         some = [line for line in able if word in (line.number, line.name) or word == line.number.rstrip("abc")]
         if not some:
             known = ", ".join(f"{line.number} ({line.name})" for line in able)
-            raise ValueError(f"--lines takes {known} on this device; got {word}")
+            other = [line.device for line in lines if word in (line.number, line.name)]
+            why = f", which needs --device {other[0]}" if other else ""
+            why = ", which comes with the others" if word in ("7", "8") else why
+            raise ValueError(f"--lines takes {known} on this device; got {word!r}{why}")
         found += [line for line in some if line not in found]
     return found

@@ -29,8 +29,8 @@ TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _NARROW = 0.045  # parts of a bar below this share have no number
 
 
-def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> None:
-    """A group of bars for each line and way; nothing where nothing was measured."""
+def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> bool:
+    """A group of bars for each line and way; False, and no picture, where nothing was measured."""
     known = [dict(record) for record in found]
     groups = [
         (line, way, some)
@@ -39,7 +39,7 @@ def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> None:
         if (some := _ratios(line, known, way))
     ]
     if not groups:
-        return
+        return False
     _style()
     figure, panel = pyplot.subplots(figsize=(9.6, 1.5 + 0.78 * len(groups)), layout="constrained")
     several = len({way for _, way, _ in groups}) > 1
@@ -66,6 +66,7 @@ def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> None:
     figure.suptitle(f"What a step of K-FAC costs: {devices}", x=0.012, ha="left", fontsize=11)
     figure.savefig(out, dpi=170)
     pyplot.close(figure)
+    return True
 
 
 def _style() -> None:

@@ -49,6 +49,8 @@ from benchmarks.records import (
 )
 from benchmarks.workloads import SOLVERS, Configuration, Device, Failure, Workload, failing_into
 
+PICTURE = ".png"
+
 # The table
 
 
@@ -65,22 +67,27 @@ def table_rows(found: Sequence[Record]) -> list[list[str]]:
     return result
 
 
+def _summaries(records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
+    """Of each solver, in the order of the table's columns; empty where nothing is known."""
+    return {solver: records[solver]["summary"] if solver in records else {} for solver in SOLVERS}
+
+
+def _both(summaries: Mapping[str, Mapping[str, float]], name: str, form: str) -> str:
+    return " / ".join(format(one[name], form) if name in one else "-" for one in summaries.values())
+
+
 def _cells(line: Line, records: Mapping[str, Record]) -> list[str]:
-    summaries = {solver: records[solver]["summary"] if solver in records else {} for solver in SOLVERS}
-
-    def both(name: str, form: str) -> str:
-        return " / ".join(format(one[name], form) if name in one else "-" for one in summaries.values())
-
+    summaries = _summaries(records)
     numbers = [" / ".join(f"{of[s]:.2f}" if s in of else "-" for s in SOLVERS) for of in (line.peer, line.target)]
     ages = " / ".join(f"{one['mean_age']:.0f} ({one['largest_age']:.0f})" if one else "-" for one in summaries.values())
     return [
         *numbers,
         *(_reached(line, solver, records.get(solver)) for solver in SOLVERS),
-        both("worst_to_median", ".1f"),
-        both("peak_ratio", ".2f"),
-        both("memory_beyond", "+.1%"),
+        _both(summaries, "worst_to_median", ".1f"),
+        _both(summaries, "peak_ratio", ".2f"),
+        _both(summaries, "memory_beyond", "+.1%"),
         ages,
-        both("cpu_ratio", ".2f"),
+        _both(summaries, "cpu_ratio", ".2f"),
     ]
 
 
@@ -101,14 +108,13 @@ def sentences(found: Sequence[Record]) -> list[str]:
     for way in ways_of(found):
         beyond = []
         for line in lines.LINES:
-            summaries = {solver: one["summary"] for solver, one in records_of(line, found, way).items()}
+            summaries = _summaries(records_of(line, found, way))
             if line.number == "1" and any(summaries.values()):
                 worst = ", ".join(f"{name} {one['worst_to_median']:.2f}" for name, one in summaries.items() if one)
                 told.append(f"7. Worst step over median step, {line.label}, {way}: {worst}")
                 told[-1] += f" (peer {PEER_WORST}, target {TARGET_WORST:g})"
-            known = [f"{one['memory_beyond']:+.1%}" for one in summaries.values() if "memory_beyond" in one]
-            if known and not line.compiled:
-                beyond.append(f"{line.number}: {' / '.join(known)}")
+            if not line.compiled and any("memory_beyond" in one for one in summaries.values()):
+                beyond.append(f"{line.number}: {_both(summaries, 'memory_beyond', '+.1%')}")
         if beyond:
             told.append(
                 f"8. Memory beyond SGD's peak, factors and decompositions, as a part of SGD's peak, {way}, by line"
@@ -141,7 +147,8 @@ def report(found: Sequence[Record]) -> None:
     """Prints all that is known."""
     loops = [record for record in found if record["kind"] == "loop"]
     if loops:
-        print(f"\n{loops[-1]['device']}, torch {loops[-1]['torch']}; eigen / inverse; ages of decompositions in steps:")
+        where = " and ".join(dict.fromkeys(f"{one['device']}, torch {one['torch']}" for one in loops))
+        print(f"\n{where}; eigen / inverse; ages of decompositions in steps:")
         print("  mean (largest); beyond: memory beyond SGD's, factors and decompositions, of SGD's;")
         print("  core seconds (CPU): the ratio of those, which others on the machine disturb less than the clock's")
         print(text_table(table_rows(found), left=3))
@@ -187,6 +194,7 @@ class Run:
         failure = Failure(str(configuration))
         start = time.perf_counter()
         with failing_into(failure):
+            print(f"\n{configuration}: {len(contenders)} loops of {settings.steps} steps or more a repeat", flush=True)
             work = self._workload(configuration)
             found = measure_loops(work, contenders, settings, lambda one: self._tell(work, one))
             self.worked &= all(one.error is None for one in found)
@@ -235,6 +243,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--profile-steps", type=whole(1), default=100, help="at least, to whole intervals too (default %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="JSON; the picture goes beside it as .png (default step-cost.json)")
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--plot-only", type=Path, metavar="JSON", help="the table and picture of an earlier run again")
     add("--merge", type=Path, nargs="+", metavar="JSON", help="several runs as one; later ones win")
     add("--plot-profile", type=Path, nargs="+", metavar="JSON", help="the profiles of some runs in one picture, --out")
@@ -279,12 +288,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.out is not None:
             check_out("--out", given.out)
+            if given.out.suffix == PICTURE and not given.plot_profile and given.plot_only is None:
+                raise ValueError(f"--out {given.out} is for JSON: the picture goes beside it as {PICTURE}")
         if given.plot_profile:
             files = {path.stem: read(path) for path in given.plot_profile}
-            pictures.draw_profiles(files, out=given.out or Path("profile.png"))
+            given.out = given.out or Path("profile.png")
+            pictures.draw_profiles(files, out=given.out)
+            print(f"picture: {given.out}")
             return 0
         if given.plot_only is not None:
             given.out, found = given.out or given.plot_only, read(given.plot_only)
+            if not any(record["kind"] == "loop" for record in found):
+                raise ValueError(f"{given.plot_only} has no loops to draw; profiles are for --plot-profile")
         elif given.merge:
             found = merged(record for path in given.merge for record in read(path))
             given.out = given.out or Path("step-cost.json")
@@ -296,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     report(found)
-    pictures.draw_table(found, out=given.out.with_suffix(".png"))
+    if pictures.draw_table(found, out=given.out.with_suffix(PICTURE)):
+        print(f"picture: {given.out.with_suffix(PICTURE)}")
     print(f"({time.perf_counter() - start:.0f} s in all)")
     return 0 if worked else 1
 

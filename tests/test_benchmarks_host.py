@@ -42,7 +42,9 @@ def test_it_prints_a_line_for_each_loop(capsys, monkeypatch):
     assert torch._C._is_multithreading_enabled()
 
 
-@pytest.mark.parametrize("given", [["--steps", "0"], ["--busy", "-1"], ["--model", "huge"]])
+@pytest.mark.parametrize(
+    "given", [["--steps", "0"], ["--busy", "-1"], ["--model", "huge"], ["--model", "tiny-gpt", "--size", "16"]]
+)
 def test_what_cannot_be_measured_is_refused(given, capsys):
     with pytest.raises(SystemExit):
         main(given)

@@ -208,8 +208,12 @@ def test_what_a_graph_frees_is_still_its_own():
 def test_lines_are_those_of_the_device():
     assert [one.number for one in chosen_lines(None, "cpu")] == ["9a", "9b", "9c"]
     assert [one.number for one in chosen_lines("5,gpt,1", "cuda")] == ["5", "5c", "6", "1"]
-    with pytest.raises(ValueError, match="9a"):
+    with pytest.raises(ValueError, match=r"9a .* got '1', which needs --device cuda"):
         chosen_lines("1", "cpu")
+    with pytest.raises(ValueError, match="got '8', which comes with the others"):
+        chosen_lines("8", "cuda")
+    with pytest.raises(ValueError, match="got ''$"):
+        chosen_lines("", "cuda")
     for one in lines.LINES:
         assert one.peer.keys() | one.target.keys() <= {"eigen", "inverse"}
 
@@ -288,6 +292,41 @@ def test_marks_of_one_run_are_said_to_be(few):
     assert "--repeats" in told
     (told,) = table.doubts([record(1, "plain"), record(1, "plain+reduce")])
     assert "lines 1, 1c, 2" in told
+
+
+def test_numbers_of_memory_and_worst_steps_are_in_the_order_of_the_columns(few):
+    def record(solver: str, beyond: float) -> records.Record:
+        what = {"kind": "loop", "device_type": "cpu", "solver": solver, "way": "plain", "factor": 1, "inverse": 2}
+        configuration = {"model": "tiny", "batch": 4, "precision": "fp32", "size": None, "classes": None}
+        return {**what, **configuration, "summary": {"memory_beyond": beyond, "worst_to_median": 10 * beyond}}
+
+    worst, memory = table.sentences([record("inverse", 0.25), record("eigen", 0.5)])
+    assert "eigen 5.00, inverse 2.50" in worst
+    assert "1: +50.0% / +25.0%" in memory
+    worst, memory = table.sentences([record("inverse", 0.25)])
+    assert "plain: inverse 2.50" in worst
+    assert "1: - / +25.0%" in memory
+
+
+def test_a_picture_never_takes_the_place_of_the_numbers(few, tmp_path, capsys):
+    numbers = tmp_path / "one.json"
+    records.write(numbers, [])
+    for given in ([], ["--merge", str(numbers)]):
+        with pytest.raises(SystemExit):
+            table.main([*given, "--device", "cpu", "--out", str(tmp_path / "one.png")])
+        assert "is for JSON: the picture goes beside it as .png" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+
+
+def test_what_has_no_loops_is_not_drawn(tmp_path, capsys):
+    empty = tmp_path / "empty.json"
+    records.write(empty, [])
+    with pytest.raises(SystemExit):
+        table.main(["--plot-only", str(empty)])
+    assert "has no loops to draw; profiles are for --plot-profile" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        table.main(["--plot-only", str(empty), "--merge", str(empty)])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_parts_of_a_step(few, tmp_path, capsys):
