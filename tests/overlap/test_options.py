@@ -38,7 +38,7 @@ def test_words_and_objects_mean_the_same():
     [
         (("backgruond", None, None, None), "did you mean 'background'"),
         (("stagger", None, None, None), "did you mean 'staggered'"),
-        (("cpu", None, None, None), "overlap must be one of 'background', 'staggered', got 'cpu'"),
+        (("cpu", None, None, None), r"overlap='cpu' is where .* natgrad.Background\('cpu'\)"),
         (
             ("background", -1, None, None),
             "delay must be a whole number of steps of at least 0, 'ready', or None for the default, got -1",

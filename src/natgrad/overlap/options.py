@@ -103,6 +103,10 @@ Overlap = Background | Staggered
 def checked_overlap(overlap: Any, delay: Any, max_overhead: Any, max_staleness: Any) -> Overlap | None:
     """The options `overlap`, `delay`, `max_overhead` and `max_staleness`: words and numbers, or the whole."""
     refuse_class("overlap", overlap)
+    if isinstance(overlap, str) and overlap in PLACES:
+        raise ValueError(
+            f"overlap={overlap!r} is where decompositions are made in the background: natgrad.Background({overlap!r})"
+        )
     if isinstance(overlap, str):
         choice("overlap", overlap, OVERLAPS)
     elif overlap is not None and not isinstance(overlap, Background | Staggered) and not _is_executor(overlap):
