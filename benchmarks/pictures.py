@@ -35,7 +35,7 @@ def draw_table(found: Sequence[Mapping[str, Any]], *, out: Path) -> bool:
     groups = [
         (line, way, some)
         for line in lines.LINES
-        for way in records.ways_of(known)
+        for way in records.ways_of(line, known)
         if (some := _ratios(line, known, way))
     ]
     if not groups:

@@ -67,18 +67,29 @@ def configuration_of(record: Mapping[str, Any]) -> Configuration:
     return Configuration(**{name: record[name] for name in Configuration.__dataclass_fields__})
 
 
-def records_of(line: Line, found: Sequence[Record], way: str) -> dict[str, Record]:
-    """The measurements of a line in one way, by solver."""
+def _fits(line: Line, record: Record) -> bool:
+    """Whether it is a measurement of what the line is about, in whatever way."""
     wanted = {
         "kind": "loop",
         "device_type": line.device,
         **asdict(line.configuration),
         "factor": line.intervals.factor,
         "inverse": line.intervals.inverse,
-        "way": line.way(way),
     }
-    fitting = [record for record in found if all(record[name] == value for name, value in wanted.items())]
-    return {record["solver"]: record for record in fitting}
+    return all(record[name] == value for name, value in wanted.items())
+
+
+def records_of(line: Line, found: Sequence[Record], way: str) -> dict[str, Record]:
+    """The measurements of a line in one way, by solver."""
+    return {one["solver"]: one for one in found if _fits(line, one) and one["way"] == line.way(way)}
+
+
+def ways_of(line: Line, found: Sequence[Record]) -> list[str]:
+    """Those in which a line was measured, with what it adds, and without what another line of the same work adds."""
+    alike = (line.device, line.configuration, line.intervals)
+    others = {one.plus for one in lines.LINES if (one.device, one.configuration, one.intervals) == alike}
+    names = dict.fromkeys(record["way"] for record in found if _fits(line, record))
+    return [name for name in names if name == line.way(name) and not (others - {line.plus}) & {*name.split("+")}]
 
 
 def ratio_of(line: Line, record: Record | None) -> float | None:
@@ -90,14 +101,6 @@ def ratio_of(line: Line, record: Record | None) -> float | None:
 def spread_of(record: Record | None) -> float | None:
     """How much SGD's own turns differed; None where nobody kept it, as before the table asked."""
     return None if record is None else record["summary"].get("sgd_spread")
-
-
-def ways_of(found: Sequence[Record]) -> list[str]:
-    """All that were measured, without what lines add."""
-    names = dict.fromkeys(record["way"] for record in found if record["kind"] == "loop")
-    plus = {line.plus for line in lines.LINES if line.plus}
-    bare = ["+".join(part for part in name.split("+") if part not in plus) or name for name in names]
-    return list(dict.fromkeys(bare))
 
 
 def write(path: Path, found: Sequence[Record]) -> None:

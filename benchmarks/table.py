@@ -60,10 +60,9 @@ def table_rows(found: Sequence[Record]) -> list[list[str]]:
     header.append("core seconds")
     result = [header]
     for line in lines.LINES:
-        for way in ways_of(found):
-            records = records_of(line, found, way)
-            if records:
-                result.append([line.number, line.label, line.way(way), *_cells(line, records)])
+        result += [
+            [line.number, line.label, way, *_cells(line, records_of(line, found, way))] for way in ways_of(line, found)
+        ]
     return result
 
 
@@ -104,22 +103,20 @@ def _reached(line: Line, solver: str, record: Record | None) -> str:
 
 def sentences(found: Sequence[Record]) -> list[str]:
     """The two lines that are about other numbers: the worst step, and memory."""
-    told = []
-    for way in ways_of(found):
-        beyond = []
-        for line in lines.LINES:
+    told: list[str] = []
+    beyond: dict[str, list[str]] = {}
+    for line in lines.LINES:
+        for way in ways_of(line, found):
             summaries = _summaries(records_of(line, found, way))
             if line.number == "1" and any(summaries.values()):
                 worst = ", ".join(f"{name} {one['worst_to_median']:.2f}" for name, one in summaries.items() if one)
                 told.append(f"7. Worst step over median step, {line.label}, {way}: {worst}")
                 told[-1] += f" (peer {PEER_WORST}, target {TARGET_WORST:g})"
             if not line.compiled and any("memory_beyond" in one for one in summaries.values()):
-                beyond.append(f"{line.number}: {_both(summaries, 'memory_beyond', '+.1%')}")
-        if beyond:
-            told.append(
-                f"8. Memory beyond SGD's peak, factors and decompositions, as a part of SGD's peak, {way}, by line"
-            )
-            told[-1] += f" (target {TARGET_MEMORY:.0%}): {', '.join(beyond)}"
+                beyond.setdefault(way, []).append(f"{line.number}: {_both(summaries, 'memory_beyond', '+.1%')}")
+    for way, numbers in beyond.items():
+        told.append(f"8. Memory beyond SGD's peak, factors and decompositions, as a part of SGD's peak, {way}, by line")
+        told[-1] += f" (target {TARGET_MEMORY:.0%}): {', '.join(numbers)}"
     return told
 
 
@@ -127,7 +124,7 @@ def doubts(found: Sequence[Record]) -> list[str]:
     """What lessens the worth of these numbers."""
     spreads, once = {}, []
     for line in lines.LINES:
-        some = [one for way in ways_of(found) for one in records_of(line, found, way).values()]
+        some = [one for way in ways_of(line, found) for one in records_of(line, found, way).values()]
         known = [spread for spread in map(spread_of, some) if spread is not None]
         if known:
             spreads[f"on line {line.number}"] = max(known)

@@ -294,6 +294,29 @@ def test_marks_of_one_run_are_said_to_be(few):
     assert "lines 1, 1c, 2" in told
 
 
+def test_a_way_that_one_line_adds_may_be_asked_for_on_another(monkeypatch):
+    """Line 2 adds "reduce", to the work of line 1; line 3 "quarter", to other work."""
+    other = Configuration(model="tiny", batch=5, precision="fp32")
+    some = [line("1"), line("2", plus="reduce"), line("3", plus="quarter", configuration=other)]
+    monkeypatch.setattr(lines, "LINES", some)
+    work, more = Workload(TINY, CPU), Workload(other, CPU)
+
+    def record(workload: Workload, way: str) -> records.Record:
+        contender = Contender(solver="eigen", way=way, intervals=OFTEN)
+        return records.loop_record(workload, Measured(contender=contender, repeats=[repeat()]))
+
+    ways = ["fast", "fast+quarter", "fast+reduce", "fast+quarter+reduce"]
+    found = [*(record(work, way) for way in ways), record(more, "fast+quarter"), record(more, "fast")]
+    assert [records.ways_of(one, found) for one in some] == [ways[:2], ways[2:], ["fast+quarter"]]
+    assert [row[::2][:2] for row in table.table_rows(found)[1:]] == [
+        ["1", "fast"],
+        ["1", "fast+quarter"],
+        ["2", "fast+reduce"],
+        ["2", "fast+quarter+reduce"],
+        ["3", "fast+quarter"],
+    ]
+
+
 def test_numbers_of_memory_and_worst_steps_are_in_the_order_of_the_columns(few):
     def record(solver: str, beyond: float) -> records.Record:
         what = {"kind": "loop", "device_type": "cpu", "solver": solver, "way": "plain", "factor": 1, "inverse": 2}
