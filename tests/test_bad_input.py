@@ -110,6 +110,16 @@ def test_what_is_set_on_a_kfac_is_checked_when_it_is_set() -> None:
     kfac.clock = natgrad.Clock()
 
 
+@pytest.mark.parametrize("option", ["damping", "stats_fraction", "inv_update_steps"])
+def test_options_are_not_set_later_without_effect(option: str) -> None:
+    kfac = KFAC(mlp())
+    with pytest.raises(
+        AttributeError, match=rf"^{option} is an option of construction: KFAC\(model, {option}=\.\.\.\)"
+    ):
+        setattr(kfac, option, 2)
+    assert kfac.damping == 1e-3
+
+
 @pytest.mark.parametrize(
     ("option", "given"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -339,6 +340,14 @@ class KFAC:
             parameters=self._parameters,
         )
         self._watch.arm()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OPTIONS:  # it would have no effect
+            raise AttributeError(
+                f"{name} is an option of construction: KFAC(model, {name}=...). Numbers that are to change while "
+                "training goes on can be callables of the step there, such as natgrad.schedules"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _step(self) -> int:
@@ -892,6 +901,9 @@ class KFAC:
             "a KFAC cannot be copied or pickled: it belongs to one model. Construct one for the copy and carry the "
             "statistics over with state_dict() and load_state_dict()"
         )
+
+
+_OPTIONS = frozenset(signature(KFAC.__init__).parameters)
 
 
 def _everything(factor: Factor) -> bool:
