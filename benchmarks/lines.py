@@ -158,11 +158,11 @@ def chosen_lines(given: str | None, device: str, lines: Sequence[Line] = LINES) 
         return able
     found: list[Line] = []
     for word in given.split(","):
-        some = [line for line in able if word in (line.number, line.name) or word == line.number.rstrip("abc")]
+        meant = [line for line in lines if word in (line.number, line.name, line.number.rstrip("abc"))]
+        some = [line for line in meant if line in able]
         if not some:
             known = ", ".join(f"{line.number} ({line.name})" for line in able)
-            other = [line.device for line in lines if word in (line.number, line.name)]
-            why = f", which needs --device {other[0]}" if other else ""
+            why = f", which needs --device {meant[0].device}" if meant else ""
             why = ", which comes with the others" if word in ("7", "8") else why
             raise ValueError(f"--lines takes {known} on this device; got {word!r}{why}")
         found += [line for line in some if line not in found]

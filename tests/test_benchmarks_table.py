@@ -210,6 +210,8 @@ def test_lines_are_those_of_the_device():
     assert [one.number for one in chosen_lines("5,gpt,1", "cuda")] == ["5", "5c", "6", "1"]
     with pytest.raises(ValueError, match=r"9a .* got '1', which needs --device cuda"):
         chosen_lines("1", "cpu")
+    with pytest.raises(ValueError, match="got '9', which needs --device cpu"):
+        chosen_lines("9", "cuda")
     with pytest.raises(ValueError, match="got '8', which comes with the others"):
         chosen_lines("8", "cuda")
     with pytest.raises(ValueError, match="got ''$"):

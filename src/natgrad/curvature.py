@@ -93,7 +93,6 @@ class Curvature:
         self._asked_at = 0  # the step in which deliveries were last looked for
         self._in_vain = 0  # how often in a row none had come, on any rank
         self._at_work = False
-        self.has_waited = False  # for the device, which may be asked again in this step
         self._early: _Early | None = None
         self._collecting: Collecting | None = None  # sums that were sent early, for the refresh of this step
         if together is not None:
@@ -366,7 +365,8 @@ class Curvature:
                 self._note_failed(self.jobs.land(self.step, self.preconditioner, self._registry))
         if collecting is not None:
             collecting.settle()
-        self.has_waited |= bool(now)
+        if now and now[0].straight.row.sum.device.type != "cpu":
+            self.warn_of_nan()  # the device has been waited for; in the end of the step it would be once more
 
     def _refused(self) -> int:
         """How many factors were refused as not finite in the last step that took statistics; asks the device."""
@@ -412,8 +412,7 @@ class Curvature:
         return collecting
 
     def warn_of_nan(self) -> None:
-        """Tells, once, of what was refused; in the end of a step, which counts too."""
-        self.has_waited = False
+        """Tells, once, of what was refused."""
         if self._window.scale.known:
             return  # a scaler looks for the largest scale by going too far now and then
         refused, skipped = int(self._metrics.rejected_statistics), int(self._metrics.skipped_steps)
@@ -421,7 +420,7 @@ class Curvature:
             self._warner.once(
                 "nan",
                 f"NaN or inf came by up to step {{step}}: {refused} factor statistics were refused, and the gradients "
-                f"of {skipped} steps were set to zero; kfac.metrics() keeps count",
+                f"of {skipped} steps were set to zero so far; kfac.metrics() keeps count",
             )
 
     # Checkpoints

@@ -539,9 +539,8 @@ class KFAC:
             clip, finite = self._update.replace(gradients, self._preconditioner, now, step=self._step, usable=usable)
         if finite is not None:
             self._metrics.skipped_steps.add(finite)
-        # On the CPU asking is free; on a GPU a decomposition has waited anyway.
-        if self._curvature.has_waited or (finite is not None and finite.device.type == "cpu"):
-            self._curvature.warn_of_nan()
+            if finite.device.type == "cpu":  # asking is free; on a GPU the next decomposition tells
+                self._curvature.warn_of_nan()
         self._metrics.damping = now.damping
         self._curvature.step += 1
         self._warner.step = self._step

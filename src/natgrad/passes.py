@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import chain, compress
 from operator import attrgetter, or_
@@ -37,6 +38,7 @@ from natgrad.undisturbed import undisturbed
 
 _REMEMBERED = 16  # kinds of tensors of a use
 _NEW: Any = object()  # nothing is remembered
+_NO_COPIES = nullcontext()  # nothing is done for what waits, so that no time has to be told
 _lies = attrgetter("shape", "dtype", "device")
 
 
@@ -346,11 +348,8 @@ class Pass:
             grows = parts.grows and self._grow(factors)
             if not grows and not late.has_room(parts):
                 self._flush(device, late, everything=False)
-            if grows:  # which may be copied
-                with self._owner.clock.part("statistics"):
-                    late.put(parts, tensors, grows=True)
-            else:
-                late.put(parts, tensors, grows=False)
+            with self._owner.clock.part("statistics") if grows else _NO_COPIES:
+                late.put(parts, tensors, grows=grows)
             if late.is_full:
                 self._flush(device, late, everything=False)
         return True

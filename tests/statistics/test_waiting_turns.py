@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import natgrad
 from natgrad import KFAC, passes
 from natgrad.errors import NatgradWarning
 from natgrad.statistics import gpu
@@ -231,6 +232,24 @@ def test_large_factors_are_made_in_the_end(
     loss_of(model, 0).backward()
     assert made == turns
     kfac.step()
+
+
+def test_the_time_of_copies_is_that_of_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, inputs=True, outputs=True, results=True)
+    layers = nn.Linear(3, 16, bias=False), nn.Linear(16, 4, bias=False)
+    kfac = KFAC(model := nn.Sequential(*layers), lr=0.1)
+    kfac.clock = natgrad.Clock()
+    during: list[tuple[bool, str | None]] = []
+    put = waiting_of.Waiting.put
+
+    def watched(own: waiting_of.Waiting, parts: Parts, tensors: Sequence[Tensor], *, grows: bool) -> None:
+        during.append((grows, kfac.clock.present))
+        put(own, parts, tensors, grows=grows)
+
+    monkeypatch.setattr(waiting_of.Waiting, "put", watched)
+    loss_of(model, 0).backward()
+    assert during == [(False, None), (True, "statistics")]  # the last layer comes first, and is small
+    kfac.detach()
 
 
 def test_what_a_large_factor_has_already_is_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
